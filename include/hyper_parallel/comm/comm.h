@@ -1,0 +1,150 @@
+#pragma once
+// Comm: collectives over one process group. See docs/design for how each is built.
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <hyper_parallel/core/error.h>
+
+namespace at {
+class Tensor;
+}
+namespace c10 {
+struct Allocator;
+}
+
+namespace hyper_parallel {
+
+enum class ReduceOp { kSum, kAvg, kProduct, kMin, kMax };
+
+/// An operation in flight. Wait for it exactly once or move it on; dropping it is a compile-time warning.
+///
+/// Destroying a pending Work abandons the operation without waiting. Thread safety: one thread at a time.
+class [[nodiscard]] HP_API Work {
+ public:
+  Work() = default;  ///< nothing to wait for
+  Work(Work&&) noexcept = default;
+  Work& operator=(Work&&) noexcept = default;
+  ~Work();
+
+  /// Blocks (CPU) or orders the current stream after the operation (CUDA), then runs what is left of it on the calling thread,
+  /// such as the local sum of a reduction. CommError or TimeoutError with operation, label, group and peer.
+  void wait();
+  [[nodiscard]] bool pending() const noexcept { return impl_ != nullptr; }
+
+  struct Impl;  // src/comm
+  explicit Work(std::unique_ptr<Impl> impl);
+
+ private:
+  struct HP_API Deleter {
+    void operator()(Impl* impl) const noexcept;
+  };
+  std::unique_ptr<Impl, Deleter> impl_;
+};
+
+/// Options of every operation.
+struct CommOptions {
+  std::string_view label = {};                            ///< who asks, e.g. a unit's name: shown in errors and in the flight recorder
+  std::optional<std::chrono::milliseconds> timeout = {};  ///< default: the group's
+};
+
+struct ReduceScatterOptions {
+  ReduceOp op = ReduceOp::kSum;
+  double scale = 1.0;        ///< multiplies the reduced result (with kAvg after the division by the group size)
+  bool accumulate = false;   ///< add the result to `output` instead of overwriting it
+  /// Receive space of at least `input.numel()` elements of input's dtype; allocated when null. Must stay untouched until `wait`.
+  const at::Tensor* workspace = nullptr;
+  std::string_view label = {};
+  std::optional<std::chrono::milliseconds> timeout = {};
+};
+
+struct AllReduceOptions {
+  ReduceOp op = ReduceOp::kSum;
+  double scale = 1.0;
+  const at::Tensor* workspace = nullptr;  ///< at least 2 * size * ceil(numel / size) elements; allocated when null
+  std::string_view label = {};
+  std::optional<std::chrono::milliseconds> timeout = {};
+};
+
+/// Payload counters of one group on this rank (bytes that this rank sent to and received from peers; headers not counted).
+struct CommCounters {
+  std::int64_t calls = 0;
+  std::int64_t bytes_sent = 0;
+  std::int64_t bytes_received = 0;
+};
+
+/// One line of the flight recorder.
+struct FlightRecord {
+  std::uint64_t sequence = 0;
+  std::string operation;
+  std::string label;
+  std::int64_t bytes = 0;
+  enum class State { kStarted, kDone, kFailed } state = State::kStarted;
+};
+
+/// Collectives over one process group; a cheap value. Every member function that moves data is collective: all ranks of the group
+/// call it in the same order with matching sizes and dtypes. A group of one makes every operation local.
+/// Works for fp32, fp64, fp16, bf16, all integer types, bool and bytes. Tensors must be contiguous and stay alive until `wait`.
+/// Thread safety: one thread at a time per group.
+class HP_API Comm {
+ public:
+  Comm() = default;
+  [[nodiscard]] bool defined() const noexcept { return impl_ != nullptr; }
+  [[nodiscard]] int rank() const;
+  [[nodiscard]] int size() const;
+  [[nodiscard]] const std::string& name() const;
+  /// Global ranks of the members, by group rank.
+  [[nodiscard]] const std::vector<int>& ranks() const;
+
+  /// output[r * n .. (r+1) * n) = input of rank r, n = input.numel(). `input` may be this rank's slice of `output` (no copy then).
+  Work all_gather_single(const at::Tensor& output, const at::Tensor& input, const CommOptions& options = {}) const;
+  /// Like all_gather_single with one numel per rank (zeros allowed), laid one after the other in `output`.
+  Work all_gather_v(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> sizes,
+                    const CommOptions& options = {}) const;
+  /// output {=, +=} scale * reduction over ranks q = 0..W-1, in this order and in fp32 for low-precision floats, of
+  /// input_q[r * n .. (r+1) * n), n = output.numel(), r = this rank. `output` may have a wider floating dtype than `input`.
+  Work reduce_scatter_single(const at::Tensor& output, const at::Tensor& input, const ReduceScatterOptions& options = {}) const;
+  /// Reduces `tensor` in place over all ranks, in rank order: every rank gets the same bits.
+  Work all_reduce(const at::Tensor& tensor, const AllReduceOptions& options = {}) const;
+  /// Chunk r of input (input_sizes[r] elements; equal chunks when empty) goes to rank r; chunks received are laid in rank order.
+  Work all_to_all_single(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> output_sizes = {},
+                         std::span<const std::int64_t> input_sizes = {}, const CommOptions& options = {}) const;
+  Work broadcast(const at::Tensor& tensor, int root, const CommOptions& options = {}) const;
+  Work scatter(const at::Tensor& output, const at::Tensor& input, int root, const CommOptions& options = {}) const;  ///< input read on root only
+  Work send(const at::Tensor& tensor, int peer, const CommOptions& options = {}) const;     ///< local pair: matched by the peer's recv
+  Work recv(const at::Tensor& tensor, int peer, const CommOptions& options = {}) const;
+  void barrier(const CommOptions& options = {}) const;
+
+  /// Strings of all ranks, by group rank. Collective, blocking.
+  [[nodiscard]] std::vector<std::string> all_gather_string(const std::string& mine, const CommOptions& options = {}) const;
+  /// Every rank passes its own error text (empty: fine). If any is not empty, all ranks throw Error with the first one and its rank.
+  void agree(std::string_view op, const std::string& error, const CommOptions& options = {}) const;
+  /// All ranks must pass equal lines. Otherwise all ranks throw ValueError naming the first line that differs, with both versions and ranks.
+  /// Cheap when equal: 16 bytes per peer.
+  void check_same(std::string_view op, const std::vector<std::string>& lines, const CommOptions& options = {}) const;
+
+  [[nodiscard]] CommCounters counters() const;
+  void reset_counters() const;
+  [[nodiscard]] std::vector<FlightRecord> flight_record() const;  ///< oldest first, last 64 operations
+
+  /// Where buffers that this group sends from and receives into should get their memory.
+  [[nodiscard]] c10::Allocator* allocator() const;
+
+  struct Impl;  // src/comm
+  explicit Comm(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+  [[nodiscard]] Impl& impl() const { return *impl_; }
+
+  /// A group of `size` ranks without peers: data from others is this rank's own. For dry runs and host-time measurements of any size.
+  [[nodiscard]] static Comm fake(int rank, int size);
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace hyper_parallel

@@ -1,0 +1,30 @@
+#pragma once
+// Log lines of the library: to standard error, with rank and level; level from HP_LOG (debug, info, warn, error, off; default warn).
+#include <string_view>
+
+#include <hyper_parallel/core/error.h>
+
+namespace hyper_parallel::log {
+
+enum class Level { kDebug, kInfo, kWarn, kError, kOff };
+
+/// Sets the lowest level that is written. Thread safety: any thread.
+HP_API void set_level(Level level);
+[[nodiscard]] HP_API bool enabled(Level level);
+/// Writes one line; `rank` < 0 leaves the rank out. Thread safety: any thread.
+HP_API void write(Level level, std::string_view message);
+
+template <class... Args>
+void debug(const Args&... args) {
+  if (enabled(Level::kDebug)) write(Level::kDebug, concat(args...));
+}
+template <class... Args>
+void info(const Args&... args) {
+  if (enabled(Level::kInfo)) write(Level::kInfo, concat(args...));
+}
+template <class... Args>
+void warn(const Args&... args) {
+  if (enabled(Level::kWarn)) write(Level::kWarn, concat(args...));
+}
+
+}  // namespace hyper_parallel::log
