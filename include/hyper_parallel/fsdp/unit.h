@@ -1,0 +1,148 @@
+#pragma once
+// The engine's public face: parameters go in as slots, forwards run inside a ForwardScope, everything else happens in autograd.
+// No module type appears here; a front end (nn/, python/) maps its modules onto slots and scopes.
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <hyper_parallel/comm/comm.h>
+#include <hyper_parallel/core/error.h>
+#include <hyper_parallel/fsdp/policy.h>
+
+namespace hyper_parallel {
+
+class DTensor;
+
+namespace fsdp {
+
+class Unit;
+
+/// A parameter on its way into a unit.
+struct ParameterSlot {
+  std::string name;      ///< fully qualified, for messages, state dictionaries and the agreement between ranks
+  at::Tensor parameter;  ///< the handle that the model's code holds; becomes a view of the unit's gathered storage
+  /// Put the sharded leaf where the parameter was registered: one call per place (tied parameters have several).
+  std::vector<std::function<void(const at::Tensor& sharded)>> install;
+};
+
+/// One managed parameter, as optimizers, clipping and state dictionaries see it.
+struct ShardedParameter {
+  std::string name;
+  at::Tensor sharded;                    ///< leaf: this rank's part, master dtype, possibly with zero elements
+  std::vector<std::int64_t> full_shape;  ///< shape of the whole parameter
+  std::int64_t offset = 0;               ///< first element in the group's flat shard
+  std::int64_t numel = 0;                ///< elements of this rank's part
+};
+
+/// The flat shard of the parameters of one unit that share a master dtype and trainability.
+struct ShardedGroup {
+  at::Tensor shard;  ///< 1-D, master dtype, padding included (padding is always zero in `grad`)
+  at::Tensor grad;   ///< 1-D, same shape; the .grad of every parameter is a view of it. Undefined for frozen groups
+  std::vector<ShardedParameter> parameters;
+  Comm shard_comm;      ///< the ranks over which the flat shard is cut
+  Comm replicate_comm;  ///< the ranks that hold the same shard (HSDP); undefined or of size 1 otherwise
+  bool trainable = true;
+};
+
+/// Waits for an asynchronous unshard; waiting twice is harmless.
+class HP_API UnshardHandle {
+ public:
+  UnshardHandle() = default;
+  explicit UnshardHandle(std::weak_ptr<Unit> unit) : unit_(std::move(unit)) {}
+  /// The gathered parameters are ready to use afterwards. CommError, TimeoutError.
+  void wait();
+
+ private:
+  std::weak_ptr<Unit> unit_;
+};
+
+/// Bytes that the engine holds on this rank, by purpose; see docs/design/005-memory.md for the formulas.
+struct MemoryUse {
+  std::int64_t shards = 0;     ///< flat shards
+  std::int64_t gradients = 0;  ///< flat sharded gradients
+  std::int64_t pool = 0;       ///< gathered parameters, reduce and receive buffers: everything taken from the pool so far
+  [[nodiscard]] std::int64_t total() const { return shards + gradients + pool; }
+};
+
+/// A unit of sharding: parameters that are gathered together just in time and whose gradients are reduced together. A cheap handle.
+///
+/// Units that were made inside each other's modules form a tree; setters with `recurse` reach all units below.
+/// Thread safety: the thread that runs the model, and autograd's threads on its behalf.
+class HP_API UnitHandle {
+ public:
+  UnitHandle() = default;
+  explicit UnitHandle(std::shared_ptr<Unit> unit) : unit_(std::move(unit)) {}
+  [[nodiscard]] bool defined() const noexcept { return unit_ != nullptr; }
+  [[nodiscard]] const std::string& name() const;
+  [[nodiscard]] bool is_unsharded() const;
+
+  /// Gathers the parameters. Collective over the shard group. No-op when they are there; with `async_op` the gather only starts.
+  UnshardHandle unshard(bool async_op = false) const;
+  /// Frees the gathered parameters. Local, idempotent.
+  void reshard() const;
+
+  /// False: backward keeps full local gradients (no communication) until a backward runs with true. Reaches all units below.
+  void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true) const;
+  void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true) const;
+  /// False: the backward of this unit's forward does not read its parameters (an embedding look-up), so do not gather them there.
+  void set_unshard_in_backward(bool unshard_in_backward) const;
+  /// Drops what an aborted iteration left behind: gathers in flight, unsharded copies, accumulated local gradients. Keeps .grad.
+  /// Collective when communication was in flight. The next forward of an outermost unit does it by itself after an exception.
+  void reset_iter_state() const;
+  /// Clears the gradients of all parameters of the tree (or fills them with zeros).
+  void zero_grad(bool set_to_none = true) const;
+
+  /// The flat groups of this unit, or of the whole tree below it in wrap order. Re-adopts shards that torch::load has moved. Local.
+  [[nodiscard]] std::vector<ShardedGroup> groups(bool recurse = true) const;
+  /// The parameters as distributed tensors (local shard, layout and global shape), by name. Local; shares memory.
+  [[nodiscard]] std::vector<std::pair<std::string, DTensor>> named_dtensors(bool recurse = true) const;
+  /// The gradients likewise; parameters without gradient are left out.
+  [[nodiscard]] std::vector<std::pair<std::string, DTensor>> named_grad_dtensors(bool recurse = true) const;
+  [[nodiscard]] MemoryUse memory_use() const;
+  /// The group of all ranks that see different data: shard axis and, with HSDP, replicate axis.
+  [[nodiscard]] Comm data_parallel_comm() const;
+
+  [[nodiscard]] const std::shared_ptr<Unit>& unit() const noexcept { return unit_; }
+
+ protected:
+  std::shared_ptr<Unit> unit_;
+};
+
+/// Takes the slots' parameters over and installs their sharded leaves. Local: ranks that disagree find out at their first forward.
+///
+/// \param children units whose modules lie inside this unit's modules; their trees become part of this one
+/// ValueError (nothing is changed then): no mesh rank, mesh of more than 2 axes, shard dim out of range, a parameter that another unit manages.
+[[nodiscard]] HP_API std::shared_ptr<Unit> make_unit(std::string name, std::vector<ParameterSlot> slots, const FullyShardOptions& options,
+                                                     const std::vector<std::shared_ptr<Unit>>& children);
+
+/// Name of the unit that manages `tensor` (a model's handle or a sharded leaf), nullopt when none does.
+[[nodiscard]] HP_API std::optional<std::string> managing_unit(const at::Tensor& tensor);
+
+/// One forward of a unit. Construction is the pre-forward phase; `finish` the post-forward phase; destruction without `finish`
+/// (an exception) brings the unit back to its sharded state.
+class HP_API ForwardScope {
+ public:
+  explicit ForwardScope(Unit& unit);
+  ~ForwardScope();
+  ForwardScope(const ForwardScope&) = delete;
+  ForwardScope& operator=(const ForwardScope&) = delete;
+
+  /// Floating inputs come back in the compute dtype when the policy says so.
+  [[nodiscard]] at::Tensor input(const at::Tensor& tensor) const;
+  [[nodiscard]] bool casts_inputs() const;
+  /// Output cast and the hook that starts this unit's backward.
+  [[nodiscard]] at::Tensor output(const at::Tensor& tensor);
+  void finish();
+
+ private:
+  Unit& unit_;
+  bool finished_ = false;
+};
+
+}  // namespace fsdp
+}  // namespace hyper_parallel

@@ -1,0 +1,103 @@
+#pragma once
+// HP_MODULE: what TORCH_MODULE does, plus calls that go through the hooks of a unit.
+//
+// torch::nn modules have no forward hooks. HP_MODULE(Block) declares a holder `Block` whose contained type is Hooked<BlockImpl>, a
+// subclass of the user's BlockImpl that intercepts block(x), block->forward(x), torch::nn::Sequential and AnyModule. Before
+// fully_shard it does nothing.
+#include <memory>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <hyper_parallel/fsdp/unit.h>
+#include <hyper_parallel/nn/walk.h>
+
+namespace hyper_parallel::nn {
+
+/// The part of a hooked module that fully_shard needs.
+class HookedBase {
+ public:
+  virtual ~HookedBase() = default;
+  [[nodiscard]] const std::shared_ptr<fsdp::Unit>& unit() const noexcept { return unit_; }
+  void set_unit(std::shared_ptr<fsdp::Unit> unit) { unit_ = std::move(unit); }
+
+ protected:
+  std::shared_ptr<fsdp::Unit> unit_;
+};
+
+namespace detail {
+
+/// Copies an argument so that its tensors can be replaced.
+template <class T>
+auto cast_argument(const fsdp::ForwardScope& scope, T&& argument) {
+  std::decay_t<T> copy(std::forward<T>(argument));
+  auto cast = [&](at::Tensor& tensor) { tensor = scope.input(tensor); };
+  walk_tensors(copy, cast);
+  return copy;
+}
+
+}  // namespace detail
+
+template <class Impl, class Forward = decltype(&Impl::forward)>
+class Hooked;
+
+#define HP_DETAIL_HOOKED(QUALIFIER)                                                                                       \
+  template <class Impl, class Result, class Class, class... Args>                                                         \
+  class Hooked<Impl, Result (Class::*)(Args...) QUALIFIER> : public Impl, public HookedBase {                             \
+   public:                                                                                                                \
+    using Impl::Impl;                                                                                                     \
+    Result forward(Args... args) { return hooked_call(std::forward<Args>(args)...); }                                     \
+                                                                                                                          \
+    /* Runs Impl::forward inside the unit's phases; also takes fewer arguments where Impl::forward has defaults. */       \
+    template <class... Given>                                                                                             \
+    Result hooked_call(Given&&... given) {                                                                                \
+      if (!unit_) return Impl::forward(std::forward<Given>(given)...);                                                    \
+      const std::shared_ptr<fsdp::Unit> keep = unit_;                                                                     \
+      fsdp::ForwardScope scope(*keep);                                                                                    \
+      if constexpr (std::is_void_v<Result>) {                                                                             \
+        call(scope, std::forward<Given>(given)...);                                                                       \
+        scope.finish();                                                                                                   \
+      } else {                                                                                                            \
+        std::decay_t<Result> result = call(scope, std::forward<Given>(given)...);                                         \
+        auto hook = [&](at::Tensor& tensor) { tensor = scope.output(tensor); };                                           \
+        walk_tensors(result, hook);                                                                                       \
+        scope.finish();                                                                                                   \
+        return result;                                                                                                    \
+      }                                                                                                                   \
+    }                                                                                                                     \
+                                                                                                                          \
+   private:                                                                                                               \
+    template <class... Given>                                                                                             \
+    decltype(auto) call(fsdp::ForwardScope& scope, Given&&... given) {                                                    \
+      if (!scope.casts_inputs()) return Impl::forward(std::forward<Given>(given)...);                                     \
+      return Impl::forward(detail::cast_argument(scope, std::forward<Given>(given))...);                                  \
+    }                                                                                                                     \
+  };
+HP_DETAIL_HOOKED()
+HP_DETAIL_HOOKED(const)
+#undef HP_DETAIL_HOOKED
+
+/// A holder for Hooked<Impl>; made by HP_MODULE.
+template <class Impl>
+class HookedHolder : public torch::nn::ModuleHolder<Hooked<Impl>> {
+ public:
+  using torch::nn::ModuleHolder<Hooked<Impl>>::ModuleHolder;
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return this->impl_->hooked_call(std::forward<Args>(args)...);
+  }
+};
+
+}  // namespace hyper_parallel::nn
+
+/// Declares the holder `Name` for `NameImpl`, like TORCH_MODULE(Name), with calls that fully_shard can hook.
+#define HP_MODULE_IMPL(Name, ImplType)                                            \
+  class Name : public ::hyper_parallel::nn::HookedHolder<ImplType> {              \
+   public:                                                                        \
+    using ::hyper_parallel::nn::HookedHolder<ImplType>::HookedHolder;             \
+    using Impl [[maybe_unused]] = ImplType;                                       \
+  }
+#define HP_MODULE(Name) HP_MODULE_IMPL(Name, Name##Impl)
