@@ -1,16 +1,22 @@
-# Compile options of the library and of everything built with it.
+# Options of the build, and the compile options of the library and of everything built with it.
 
-# Warnings are errors on our code; torch comes in as SYSTEM.
+set(HP_SANITIZE "" CACHE STRING "Sanitizers for everything built here, e.g. address,undefined or thread")
+option(HP_WERROR "Treat warnings as errors" ${PROJECT_IS_TOP_LEVEL})
+
+# Torch comes in as SYSTEM, so these meet only our own code.
 function(hp_warnings target)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Werror)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor $<$<BOOL:${HP_WERROR}>:-Werror>)
+  if(HP_SANITIZE)
+    target_compile_options(${target} PRIVATE -fsanitize=${HP_SANITIZE} -fno-omit-frame-pointer)
+    target_link_options(${target} PRIVATE -fsanitize=${HP_SANITIZE})
+  endif()
 endfunction()
 
 function(hp_configure_library target)
   hp_warnings(${target})
   target_compile_features(${target} PUBLIC cxx_std_20)
   target_include_directories(${target}
-    PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>
+    PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
     PRIVATE ${PROJECT_SOURCE_DIR}/src)
-  target_include_directories(${target} SYSTEM PUBLIC ${TORCH_INCLUDE_DIRS})
   target_link_libraries(${target} PUBLIC torch)
 endfunction()

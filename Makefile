@@ -1,0 +1,63 @@
+# `make demo` and `make test` set up what is missing, build, and run. `make help` lists the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := build
+
+BUILD ?= build
+BUILD_TYPE ?= Release
+PREFIX ?= /usr/local
+JOBS ?= $(shell tools/jobs.sh)
+TEST_JOBS ?= $(JOBS)
+CTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+# What ccache needs to serve files that use the precompiled torch header.
+export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
+export CCACHE_BASEDIR := $(CURDIR)
+
+.PHONY: help setup configure build demo test bench check format install clean
+
+help:
+	@echo 'make demo     train the demo model on two ranks (first time: set-up and build)'
+	@echo 'make test     build and run all tests (CTEST_ARGS="-L unit" for a part of them)'
+	@echo 'make bench    compare with PyTorch FSDP2'
+	@echo 'make setup    install what is missing: packages, .venv, torch (HP_TORCH=... reuses one)'
+	@echo 'make build    build everything into $(BUILD)/ (BUILD=, BUILD_TYPE=, JOBS=)'
+	@echo 'make check    formatting, header tiers, documents; make format to fix the first'
+	@echo 'make install  install into PREFIX=$(PREFIX)'
+	@echo 'make clean    remove $(BUILD)/'
+
+setup:
+	@tools/setup.sh
+
+# Ninja re-runs CMake by itself when a CMake file changes.
+configure: setup
+	@test -f $(BUILD)/build.ninja || \
+	  cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=$(BUILD_TYPE) --log-level=WARNING
+
+build: configure
+	@cmake --build $(BUILD) -j $(JOBS)
+
+demo: build
+	@BUILD=$(BUILD) tools/demo.sh $(DEMO_ARGS)
+
+test: build
+	@tools/run_tests.sh $(BUILD) -j $(TEST_JOBS) $(CTEST_ARGS)
+
+bench: build
+	@BUILD=$(BUILD) bench/run.sh $(BENCH_ARGS)
+
+check: setup
+	@tools/check_format.py
+	@tools/check_headers.py
+	@tools/check_docs.py
+
+format:
+	@tools/check_format.py --fix
+
+install: build
+	@cmake --install $(BUILD) --prefix $(PREFIX)
+
+clean:
+	@rm -rf $(BUILD)

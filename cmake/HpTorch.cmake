@@ -1,0 +1,76 @@
+# Finds torch and defines the target `torch`. Also part of the installed package.
+#
+# Looked for in this order: CMAKE_PREFIX_PATH and Torch_DIR, as in any CMake project; HP_TORCH (variable or environment: a python that
+# has torch, a site-packages folder, or the torch folder of a wheel); HP_TORCH_HINTS (torch folders that the including file knows of).
+# A CUDA build of torch is used without a CUDA toolkit: its config file would refuse, so the target is made from its libraries then.
+if(TARGET torch)
+  return()
+endif()
+
+# Sets `out` to the torch folder that `where` names, or to "".
+function(hp_torch_folder where out)
+  set(${out} "" PARENT_SCOPE)
+  if(IS_DIRECTORY "${where}")
+    foreach(folder "${where}" "${where}/torch")
+      if(EXISTS "${folder}/share/cmake/Torch/TorchConfig.cmake")
+        set(${out} "${folder}" PARENT_SCOPE)
+        return()
+      endif()
+    endforeach()
+    set(where "${where}/bin/python")
+  endif()
+  if(EXISTS "${where}")
+    execute_process(
+      COMMAND "${where}" -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
+      OUTPUT_VARIABLE folder ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE status)
+    if(status EQUAL 0)
+      set(${out} "${folder}" PARENT_SCOPE)
+    endif()
+  endif()
+endfunction()
+
+# The targets `torch` and `c10` from the libraries in `folder`.
+function(hp_import_torch folder)
+  set(libraries "")
+  foreach(name torch torch_cpu torch_cuda c10 c10_cuda)
+    if(EXISTS "${folder}/lib/lib${name}.so")
+      list(APPEND libraries "${folder}/lib/lib${name}.so")
+    endif()
+  endforeach()
+  add_library(torch INTERFACE IMPORTED)
+  set_target_properties(torch PROPERTIES
+    INTERFACE_INCLUDE_DIRECTORIES "${folder}/include;${folder}/include/torch/csrc/api/include"
+    INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO;USE_RPC;USE_TENSORPIPE"
+    INTERFACE_LINK_LIBRARIES "-Wl,--no-as-needed;${libraries};-Wl,--as-needed")
+endfunction()
+
+find_path(HP_TORCH_CONFIG_DIR TorchConfig.cmake HINTS "${Torch_DIR}" PATH_SUFFIXES Torch share/cmake/Torch NO_CACHE)
+set(HP_TORCH_FOLDER "")
+if(HP_TORCH_CONFIG_DIR)
+  get_filename_component(HP_TORCH_FOLDER "${HP_TORCH_CONFIG_DIR}/../../.." ABSOLUTE)
+endif()
+foreach(hp_where "${HP_TORCH}" "$ENV{HP_TORCH}" ${HP_TORCH_HINTS})
+  if(NOT HP_TORCH_FOLDER AND hp_where)
+    hp_torch_folder("${hp_where}" HP_TORCH_FOLDER)
+  endif()
+endforeach()
+if(NOT HP_TORCH_FOLDER)
+  message(FATAL_ERROR
+    "hyper_parallel needs torch 2.13 and found none. Run tools/setup.sh, which puts it into .venv of the repository, or say where it is:\n"
+    "  cmake -DHP_TORCH=<a python that has torch, or its site-packages/torch folder> ...\n"
+    "  cmake -DCMAKE_PREFIX_PATH=$(python -c 'import torch; print(torch.utils.cmake_prefix_path)') ...")
+endif()
+
+file(STRINGS "${HP_TORCH_FOLDER}/version.py" hp_torch_cuda REGEX "^cuda.*= *'")
+set(CUDAToolkit_FOUND FALSE)
+if(hp_torch_cuda)
+  find_package(CUDAToolkit QUIET)
+endif()
+if(hp_torch_cuda AND NOT CUDAToolkit_FOUND)
+  hp_import_torch("${HP_TORCH_FOLDER}")
+else()
+  # The wheel has no such static library, and its config file warns about that at every run; nothing reads the variable.
+  set(kineto_LIBRARY "unused")
+  find_package(Torch 2.13 REQUIRED PATHS "${HP_TORCH_FOLDER}/share/cmake/Torch" NO_DEFAULT_PATH)
+  unset(kineto_LIBRARY)
+endif()
