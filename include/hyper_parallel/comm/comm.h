@@ -26,7 +26,7 @@ enum class ReduceOp { kSum, kAvg, kProduct, kMin, kMax };
 /// An operation in flight. Wait for it exactly once or move it on; dropping it is a compile-time warning.
 ///
 /// Destroying a pending Work abandons the operation without waiting. Thread safety: one thread at a time.
-class [[nodiscard]] HP_API Work {
+class [[nodiscard, gnu::visibility("default")]] Work {  // g++ takes no HP_API after [[nodiscard]] on a class
  public:
   Work() = default;  ///< nothing to wait for
   Work(Work&&) noexcept = default;
