@@ -73,4 +73,8 @@ else()
   set(kineto_LIBRARY "unused")
   find_package(Torch 2.13 REQUIRED PATHS "${HP_TORCH_FOLDER}/share/cmake/Torch" NO_DEFAULT_PATH)
   unset(kineto_LIBRARY)
+  # Its link directories are guesses about MKL installations; they would end up in the run path of everything we link.
+  if(TARGET caffe2::mkl)
+    set_target_properties(caffe2::mkl PROPERTIES INTERFACE_LINK_DIRECTORIES "")
+  endif()
 endif()

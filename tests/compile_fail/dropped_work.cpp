@@ -1,0 +1,12 @@
+// want: ignoring returned value of type .*Work.*Werror=unused-result
+#include <torch/torch.h>
+
+#include <hyper_parallel/comm/comm.h>
+
+void reduce(const hyper_parallel::Comm& comm, const torch::Tensor& tensor) {
+#ifdef HP_MISTAKE
+  comm.all_reduce(tensor);
+#else
+  comm.all_reduce(tensor).wait();
+#endif
+}
