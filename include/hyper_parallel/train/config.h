@@ -1,0 +1,141 @@
+#pragma once
+// Configuration of hp-train: one struct per TOML section. Torch-free.
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <hyper_parallel/core/error.h>
+
+namespace hyper_parallel::train {
+
+/// [model]: shape of the Llama-style decoder.
+struct ModelConfig {
+  std::int64_t dim = 128;
+  std::int64_t n_layers = 4;
+  std::int64_t n_heads = 4;
+  std::int64_t n_kv_heads = 0;  ///< 0: as many as n_heads
+  std::int64_t ffn_dim = 352;
+  std::int64_t vocab_size = 256;
+  std::int64_t max_seq_len = 256;
+  double rope_theta = 10000.0;
+  double norm_eps = 1e-5;
+  bool tied = false;  ///< the output projection is the embedding's weight
+};
+
+/// [data]: where the text comes from and how it is cut.
+struct DataConfig {
+  std::string path;  ///< a file, or a folder that is read recursively in sorted order
+  std::int64_t seq_len = 128;
+  double validation_fraction = 0.02;  ///< of the tokens, taken from the end; 0: no validation
+};
+
+/// [train]: how long and with which batches.
+struct LoopConfig {
+  std::int64_t seed = 1;
+  std::int64_t batch_size = 16;       ///< sequences in one optimizer step, all ranks together
+  std::int64_t micro_batch_size = 0;  ///< sequences in one forward of one rank; 0: no gradient accumulation
+  std::int64_t max_steps = 1000;      ///< 0: no limit, then max_seconds must be set
+  double max_seconds = 0;             ///< 0: no limit. Includes the validations inside the loop
+  std::int64_t eval_every = 100;      ///< steps between validations; 0: only at start and end
+  std::int64_t eval_windows = 64;     ///< sequences of one validation, all ranks together
+};
+
+/// [optim]: AdamW, its schedule, and gradient clipping.
+struct OptimConfig {
+  double lr = 3e-4;
+  double min_lr_ratio = 0.1;  ///< the cosine ends at lr * min_lr_ratio
+  std::int64_t warmup_steps = 50;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double eps = 1e-8;
+  double weight_decay = 0.1;
+  double clip_norm = 1.0;  ///< 0: measure the gradient norm only
+};
+
+/// [parallel]: how the ranks share the model.
+struct ParallelConfig {
+  std::int64_t dp_replicate = 1;
+  std::int64_t dp_shard = -1;  ///< -1: all that dp_replicate leaves
+  std::string layout = "ragged";
+  bool reshard_after_forward = true;
+  double timeout_seconds = 300;  ///< of every collective
+};
+
+/// [precision]: dtypes of compute and of gradient reduction; master weights and optimizer state are float32.
+struct PrecisionConfig {
+  std::string param_dtype = "float32";
+  std::string reduce_dtype = "float32";
+};
+
+/// [log]: what is written where.
+struct LogConfig {
+  std::string dir = "runs";
+  std::string name = "hp-train";  ///< results go to dir/name
+  std::int64_t every = 10;        ///< steps between lines; metrics.jsonl gets every step
+};
+
+/// [sample]: text written after training.
+struct SampleConfig {
+  std::vector<std::string> prompts;
+  std::int64_t tokens = 200;
+  double temperature = 0.8;  ///< 0: always the most likely token
+  std::int64_t top_k = 0;    ///< 0: all tokens
+};
+
+/// Everything that a run depends on; a plain value.
+struct Config {
+  ModelConfig model;
+  DataConfig data;
+  LoopConfig train;
+  OptimConfig optim;
+  ParallelConfig parallel;
+  PrecisionConfig precision;
+  LogConfig log;
+  SampleConfig sample;
+
+  /// "file:line", "command line" or "default" of each "section.key" that was set.
+  std::map<std::string, std::string> sources;
+  /// Where `key` ("section.key") got its value, for messages.
+  [[nodiscard]] std::string where(const std::string& key) const;
+};
+
+/// One settable value, for help texts and tables.
+struct FieldInfo {
+  std::string section;
+  std::string key;
+  std::string value;  ///< as TOML
+  std::string help;
+};
+
+/// All values of `config` in the order of the file.
+[[nodiscard]] std::vector<FieldInfo> describe(const Config& config);
+/// `config` as a TOML document that load_config reads back to an equal value.
+[[nodiscard]] std::string to_toml(const Config& config);
+
+/// "section.key" and the text of its value.
+using Override = std::pair<std::string, std::string>;
+
+/// Reads `file` (empty: only defaults), applies `overrides` in order and validates the result.
+///
+/// Local. ValueError with `(file:line)`: unreadable file, syntax, unknown section or key, wrong type, value out of range, values
+/// that contradict each other.
+[[nodiscard]] Config load_config(const std::filesystem::path& file, const std::vector<Override>& overrides = {});
+/// Like load_config on the text of a document; `name` stands for the file in messages.
+[[nodiscard]] Config parse_config(const std::string& text, const std::string& name, const std::vector<Override>& overrides = {});
+
+/// How a step is divided over `world` ranks.
+struct BatchPlan {
+  std::int64_t dp_replicate = 1;
+  std::int64_t dp_shard = 1;
+  std::int64_t micro_batch = 1;   ///< sequences of one forward on one rank
+  std::int64_t accumulation = 1;  ///< forwards of one step
+};
+
+/// Resolves the automatic values against the world. Local. ValueError: the mesh does not fit the world, the batch does not
+/// divide.
+[[nodiscard]] BatchPlan plan_batches(const Config& config, int world);
+
+}  // namespace hyper_parallel::train

@@ -1,0 +1,227 @@
+#include <hyper_parallel/train/config.h>
+
+#include <fstream>
+#include <iterator>
+
+#include <fmt/format.h>
+#include <toml++/toml.h>
+
+#include "train/config_fields.h"
+
+namespace hyper_parallel::train {
+namespace {
+
+std::string at_line(const std::string& name, const toml::source_region& region) {
+  return fmt::format("{}:{}", name, region.begin.line);
+}
+
+std::string excerpt(const std::string& text) { return text.size() <= 60 ? text : text.substr(0, 57) + "..."; }
+
+std::string text_of(const toml::node& node) {
+  std::ostringstream out;
+  node.visit([&](const auto& value) { out << value; });
+  std::string text = out.str();
+  for (char& c : text)
+    if (c == '\n') c = ' ';
+  return excerpt(text);
+}
+
+bool assign_list(std::vector<std::string>& target, const toml::node& node) {
+  const toml::array* array = node.as_array();
+  if (array == nullptr) return false;
+  std::vector<std::string> items;
+  for (const toml::node& element : *array) {
+    const auto item = element.value_exact<std::string>();
+    if (!item) return false;
+    items.push_back(*item);
+  }
+  target = std::move(items);
+  return true;
+}
+
+// False when the node has another type than the field. Integers are accepted for reals, never the other way round.
+bool assign(const Field& field, const toml::node& node) {
+  auto exact = [&](auto& target) {
+    const auto value = node.value_exact<std::decay_t<decltype(target)>>();
+    if (value) target = *value;
+    return value.has_value();
+  };
+  if (auto* real = std::get_if<double*>(&field.value)) {
+    if (!node.is_number()) return false;
+    **real = *node.value<double>();
+    return true;
+  }
+  if (auto* list = std::get_if<std::vector<std::string>*>(&field.value)) return assign_list(**list, node);
+  if (auto* integer = std::get_if<std::int64_t*>(&field.value)) return exact(**integer);
+  if (auto* flag = std::get_if<bool*>(&field.value)) return exact(**flag);
+  return exact(*std::get<std::string*>(field.value));
+}
+
+const Field* find(const std::vector<Field>& fields, std::string_view section, std::string_view key) {
+  for (const Field& field : fields)
+    if (section == field.section && key == field.key) return &field;
+  return nullptr;
+}
+
+// The keys of a section, or the sections when `section` is empty.
+std::string known(const std::vector<Field>& fields, std::string_view section) {
+  std::string list, last;
+  for (const Field& field : fields) {
+    const std::string item = section.empty() ? field.section : section == field.section ? field.key : "";
+    if (item.empty() || item == last) continue;
+    list += (list.empty() ? "" : ", ") + item;
+    last = item;
+  }
+  return list;
+}
+
+void read_section(Config& config, const std::vector<Field>& fields, std::string_view section, const toml::table& table,
+                  const std::string& name) {
+  for (const auto& [toml_key, node] : table) {
+    const std::string_view key = toml_key.str();
+    const std::string where = at_line(name, toml_key.source());
+    const Field* field = find(fields, section, key);
+    check_value(field != nullptr, "config", "unknown key ", key, " in [", section, "], want one of ", known(fields, section),
+                " (", where, ")");
+    check_value(assign(*field, node), "config", field->name(), " = ", text_of(node), ", want ", wanted(*field), " (", where, ")");
+    check_rule(*field, where);
+    config.sources[field->name()] = where;
+  }
+}
+
+void read_document(Config& config, const std::vector<Field>& fields, const std::string& text, const std::string& name) {
+  toml::table document;
+  try {
+    document = toml::parse(text, name);
+  } catch (const toml::parse_error& error) {
+    throw ValueError(fmt::format("[config] syntax: {} ({})", error.description(), at_line(name, error.source())));
+  }
+  for (const auto& [key, node] : document) {
+    const std::string_view section = key.str();
+    const std::string where = at_line(name, key.source());
+    bool exists = false;
+    for (const Field& field : fields) exists = exists || section == field.section;
+    check_value(exists, "config", "unknown ", node.is_table() ? "section [" : "key ", section,
+                node.is_table() ? "]" : " outside any section", ", want the sections ", known(fields, ""), " (", where, ")");
+    check_value(node.is_table(), "config", section, " = ", text_of(node), ", want a section [", section, "] (", where, ")");
+    read_section(config, fields, section, *node.as_table(), name);
+  }
+}
+
+void check_consistency(const Config& c) {
+  const ModelConfig& m = c.model;
+  check_value(m.dim % m.n_heads == 0, "config", "model.dim = ", m.dim, ", want a multiple of model.n_heads = ", m.n_heads, " (",
+              c.where("model.dim"), ")");
+  check_value(m.dim / m.n_heads % 2 == 0, "config", "model.dim / model.n_heads = ", m.dim / m.n_heads,
+              ", want an even number for the rotary embedding (", c.where("model.n_heads"), ")");
+  check_value(m.n_heads % m.n_kv_heads == 0, "config", "model.n_kv_heads = ", m.n_kv_heads,
+              ", want a divisor of model.n_heads = ", m.n_heads, " (", c.where("model.n_kv_heads"), ")");
+  check_value(m.vocab_size >= 256, "config", "model.vocab_size = ", m.vocab_size,
+              ", want at least the 256 tokens of the byte tokenizer (", c.where("model.vocab_size"), ")");
+  check_value(c.data.seq_len <= m.max_seq_len, "config", "data.seq_len = ", c.data.seq_len,
+              ", want at most model.max_seq_len = ", m.max_seq_len, " (", c.where("data.seq_len"), ")");
+  check_value(c.train.max_steps > 0 || c.train.max_seconds > 0, "config",
+              "train.max_steps and train.max_seconds are both 0, want at least one limit (", c.where("train.max_steps"), ")");
+  check_value(c.parallel.dp_shard != 0, "config", "parallel.dp_shard = 0, want -1 or an integer >= 1 (",
+              c.where("parallel.dp_shard"), ")");
+  check_value(c.log.name.find('/') == std::string::npos && c.log.name != "." && c.log.name != "..", "config", "log.name = \"",
+              c.log.name, "\", want a plain folder name (", c.where("log.name"), ")");
+}
+
+}  // namespace
+
+std::string Config::where(const std::string& key) const {
+  const auto it = sources.find(key);
+  return it == sources.end() ? "default" : it->second;
+}
+
+std::vector<FieldInfo> describe(const Config& config) {
+  Config copy = config;
+  std::vector<FieldInfo> infos;
+  for (const Field& field : fields_of(copy)) infos.push_back({field.section, field.key, to_toml_value(field), field.help});
+  return infos;
+}
+
+std::string to_toml(const Config& config) {
+  std::string text, section;
+  for (const FieldInfo& info : describe(config)) {
+    if (info.section != section) text += fmt::format("{}[{}]\n", text.empty() ? "" : "\n", info.section);
+    section = info.section;
+    text += fmt::format("{} = {}  # {}\n", info.key, info.value, info.help);
+  }
+  return text;
+}
+
+void assign_text(const Field& field, const std::string& text, const std::string& where) {
+  auto fail = [&] {
+    throw ValueError(fmt::format("[config] {} = {}, want {} ({})", field.name(), excerpt(text), wanted(field), where));
+  };
+  auto* string = std::get_if<std::string*>(&field.value);
+  const bool bare = string != nullptr && (text.empty() || (text.front() != '"' && text.front() != '\''));
+  if (bare) {
+    **string = text;
+  } else {
+    try {
+      const toml::table document = toml::parse("value = " + text);
+      if (document.size() != 1 || !assign(field, *document.get("value"))) fail();
+    } catch (const toml::parse_error&) {
+      fail();
+    }
+  }
+  check_rule(field, where);
+}
+
+Config parse_config(const std::string& text, const std::string& name, const std::vector<Override>& overrides) {
+  Config config;
+  const std::vector<Field> fields = fields_of(config);
+  read_document(config, fields, text, name);
+  for (const auto& [key, value] : overrides) {
+    const auto dot = key.find('.');
+    const std::string section = key.substr(0, dot);
+    const Field* field = dot == std::string::npos ? nullptr : find(fields, section, std::string_view(key).substr(dot + 1));
+    const std::string keys = known(fields, section);
+    check_value(field != nullptr, "config", "unknown key --", key, ", want ",
+                keys.empty() ? "--section.key" : concat("one of ", keys), " (command line)");
+    assign_text(*field, value, "command line");
+    config.sources[key] = "command line";
+  }
+  if (config.model.n_kv_heads == 0) config.model.n_kv_heads = config.model.n_heads;
+  check_consistency(config);
+  return config;
+}
+
+Config load_config(const std::filesystem::path& file, const std::vector<Override>& overrides) {
+  if (file.empty()) return parse_config("", "default", overrides);
+  std::error_code ignored;
+  std::ifstream in(file, std::ios::binary);
+  check_value(in.is_open() && !std::filesystem::is_directory(file, ignored), "config", "cannot read ", file.string(),
+              ", want a TOML file (command line)");
+  std::string text{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+  return parse_config(text, file.string(), overrides);
+}
+
+BatchPlan plan_batches(const Config& config, int world) {
+  const ParallelConfig& p = config.parallel;
+  BatchPlan plan;
+  plan.dp_replicate = p.dp_replicate;
+  if (p.dp_shard < 0) {
+    check_value(world % p.dp_replicate == 0, "parallel", "dp_replicate = ", p.dp_replicate, ", want a divisor of the world size ",
+                world, " (", config.where("parallel.dp_replicate"), ")");
+    plan.dp_shard = world / p.dp_replicate;
+  } else {
+    plan.dp_shard = p.dp_shard;
+    check_value(plan.dp_replicate * plan.dp_shard == world, "parallel", "dp_replicate * dp_shard = ", plan.dp_replicate, " * ",
+                plan.dp_shard, ", want the world size ", world, " (", config.where("parallel.dp_shard"), ")");
+  }
+  const std::int64_t batch = config.train.batch_size;
+  check_value(batch % world == 0, "train", "batch_size = ", batch, ", want a multiple of the world size ", world, " (",
+              config.where("train.batch_size"), ")");
+  plan.micro_batch = config.train.micro_batch_size > 0 ? config.train.micro_batch_size : batch / world;
+  check_value(batch % (plan.micro_batch * world) == 0, "train", "micro_batch_size = ", plan.micro_batch,
+              ", want a divisor of the ", batch / world, " sequences of each rank (", config.where("train.micro_batch_size"),
+              ")");
+  plan.accumulation = batch / (plan.micro_batch * world);
+  return plan;
+}
+
+}  // namespace hyper_parallel::train

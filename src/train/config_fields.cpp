@@ -1,0 +1,170 @@
+#include "train/config_fields.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+namespace hyper_parallel::train {
+namespace {
+
+constexpr double kMaxSize = 1 << 30;
+
+Rule at_least(double min) { return {.min = min, .max = kMaxSize}; }
+Rule real(double min, double max) { return {.min = min, .max = max}; }
+Rule positive() { return {.min = 0, .above = true}; }
+Rule one_of(std::vector<std::string_view> choices) { return {.choices = std::move(choices)}; }
+
+void add_model(std::vector<Field>& fields, ModelConfig& m) {
+  fields.push_back({"model", "dim", &m.dim, "width of the residual stream", at_least(1)});
+  fields.push_back({"model", "n_layers", &m.n_layers, "decoder blocks", at_least(1)});
+  fields.push_back({"model", "n_heads", &m.n_heads, "query heads", at_least(1)});
+  fields.push_back({"model", "n_kv_heads", &m.n_kv_heads, "key and value heads (0: as many as n_heads)", at_least(0)});
+  fields.push_back({"model", "ffn_dim", &m.ffn_dim, "inner width of the SwiGLU", at_least(1)});
+  fields.push_back({"model", "vocab_size", &m.vocab_size, "tokens (the byte tokenizer needs 256)", at_least(1)});
+  fields.push_back({"model", "max_seq_len", &m.max_seq_len, "longest context", at_least(1)});
+  fields.push_back({"model", "rope_theta", &m.rope_theta, "base of the rotary embedding", positive()});
+  fields.push_back({"model", "norm_eps", &m.norm_eps, "added to the mean square in RMSNorm", positive()});
+  fields.push_back({"model", "tied", &m.tied, "embedding and output projection share one weight"});
+}
+
+void add_data_and_train(std::vector<Field>& fields, DataConfig& d, LoopConfig& t) {
+  fields.push_back({"data", "path", &d.path, "text file, or folder that is read recursively"});
+  fields.push_back({"data", "seq_len", &d.seq_len, "tokens in one training sequence", at_least(1)});
+  fields.push_back({"data", "validation_fraction", &d.validation_fraction, "share of the text kept for validation, from its end",
+                    real(0, 0.9)});
+  fields.push_back({"train", "seed", &t.seed, "of initial weights, data order and samples", at_least(0)});
+  fields.push_back({"train", "batch_size", &t.batch_size, "sequences in one step, all ranks together", at_least(1)});
+  fields.push_back({"train", "micro_batch_size", &t.micro_batch_size,
+                    "sequences in one forward of one rank (0: no gradient accumulation)", at_least(0)});
+  fields.push_back({"train", "max_steps", &t.max_steps, "optimizer steps (0: until max_seconds)", at_least(0)});
+  fields.push_back(
+      {"train", "max_seconds", &t.max_seconds, "time budget; the schedule anneals within it (0: none)", real(0, 1e9)});
+  fields.push_back({"train", "eval_every", &t.eval_every, "steps between validations (0: only at start and end)", at_least(0)});
+  fields.push_back({"train", "eval_windows", &t.eval_windows, "sequences of one validation", at_least(1)});
+}
+
+void add_optim(std::vector<Field>& fields, OptimConfig& o) {
+  fields.push_back({"optim", "lr", &o.lr, "peak learning rate", {.min = 0, .max = 1e3, .above = true}});
+  fields.push_back({"optim", "min_lr_ratio", &o.min_lr_ratio, "the cosine ends at lr times this", real(0, 1)});
+  fields.push_back({"optim", "warmup_steps", &o.warmup_steps, "steps of linear warm-up", at_least(0)});
+  fields.push_back({"optim", "beta1", &o.beta1, "AdamW: decay of the first moment", real(0, 0.999999)});
+  fields.push_back({"optim", "beta2", &o.beta2, "AdamW: decay of the second moment", real(0, 0.999999)});
+  fields.push_back({"optim", "eps", &o.eps, "AdamW: added to the root of the second moment", positive()});
+  fields.push_back({"optim", "weight_decay", &o.weight_decay, "AdamW: decoupled weight decay", real(0, 10)});
+  fields.push_back({"optim", "clip_norm", &o.clip_norm, "largest gradient norm (0: no clipping)", real(0, 1e9)});
+}
+
+void add_parallel_and_precision(std::vector<Field>& fields, ParallelConfig& p, PrecisionConfig& d) {
+  fields.push_back({"parallel", "dp_replicate", &p.dp_replicate, "copies of the sharded model (HSDP when > 1)", at_least(1)});
+  fields.push_back({"parallel", "dp_shard", &p.dp_shard, "ranks that share one copy (-1: all that are left)", at_least(-1)});
+  fields.push_back({"parallel", "layout", &p.layout, "how a unit is cut", one_of({"ragged", "per_parameter"})});
+  fields.push_back({"parallel", "reshard_after_forward", &p.reshard_after_forward,
+                    "free the gathered weights after forward: less memory, one more gather"});
+  fields.push_back(
+      {"parallel", "timeout_seconds", &p.timeout_seconds, "of every collective", {.min = 0, .max = 1e6, .above = true}});
+  fields.push_back({"precision", "param_dtype", &d.param_dtype, "dtype of compute", one_of({"float32", "bfloat16"})});
+  fields.push_back(
+      {"precision", "reduce_dtype", &d.reduce_dtype, "dtype of gradient reduction", one_of({"float32", "bfloat16"})});
+}
+
+void add_output(std::vector<Field>& fields, LogConfig& l, SampleConfig& s) {
+  fields.push_back({"log", "dir", &l.dir, "where runs are kept", {.not_empty = true}});
+  fields.push_back({"log", "name", &l.name, "name of this run: a folder in log.dir", {.not_empty = true}});
+  fields.push_back({"log", "every", &l.every, "steps between lines", at_least(1)});
+  fields.push_back({"sample", "prompts", &s.prompts, "a text is written after each of these at the end"});
+  fields.push_back({"sample", "tokens", &s.tokens, "length of each text", at_least(1)});
+  fields.push_back({"sample", "temperature", &s.temperature, "0: always the most likely token", real(0, 100)});
+  fields.push_back({"sample", "top_k", &s.top_k, "draw from the k most likely tokens (0: from all)", at_least(0)});
+}
+
+std::string toml_string(std::string_view text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '"' || c == '\\')
+      out += fmt::format("\\{}", c);
+    else if (c == '\n')
+      out += "\\n";
+    else if (c == '\t')
+      out += "\\t";
+    else if (byte < 0x20 || byte == 0x7f)
+      out += fmt::format("\\u{:04X}", byte);
+    else
+      out += c;
+  }
+  return out + '"';
+}
+
+template <class... Ts>
+struct Overloaded : Ts... {
+  using Ts::operator()...;
+};
+template <class... Ts>
+Overloaded(Ts...) -> Overloaded<Ts...>;
+
+}  // namespace
+
+std::vector<Field> fields_of(Config& config) {
+  std::vector<Field> fields;
+  add_model(fields, config.model);
+  add_data_and_train(fields, config.data, config.train);
+  add_optim(fields, config.optim);
+  add_parallel_and_precision(fields, config.parallel, config.precision);
+  add_output(fields, config.log, config.sample);
+  return fields;
+}
+
+std::string to_toml_value(const Field& field) {
+  return std::visit(Overloaded{
+                        [](const std::int64_t* v) { return fmt::format("{}", *v); },
+                        [](const double* v) { return fmt::format("{}", *v); },
+                        [](const bool* v) { return fmt::format("{}", *v); },
+                        [](const std::string* v) { return toml_string(*v); },
+                        [](const std::vector<std::string>* v) {
+                          std::vector<std::string> items;
+                          for (const std::string& item : *v) items.push_back(toml_string(item));
+                          return fmt::format("[{}]", fmt::join(items, ", "));
+                        },
+                    },
+                    field.value);
+}
+
+std::string wanted(const Field& field) {
+  const Rule& rule = field.rule;
+  auto range = [&](std::string_view what, double limit) {
+    std::string text(what);
+    if (rule.min > -limit) text += fmt::format(" {} {}", rule.above ? ">" : ">=", rule.min);
+    if (rule.max < limit) text += fmt::format("{} <= {}", rule.min > -limit ? " and" : "", rule.max);
+    return text;
+  };
+  return std::visit(Overloaded{
+                        [&](const std::int64_t*) { return range("an integer", kMaxSize); },
+                        [&](const double*) { return range("a number", std::numeric_limits<double>::max()); },
+                        [](const bool*) { return std::string("true or false"); },
+                        [&](const std::string*) {
+                          if (!rule.choices.empty()) return fmt::format("one of {}", fmt::join(rule.choices, ", "));
+                          return std::string(rule.not_empty ? "a text that is not empty" : "a text in quotes");
+                        },
+                        [](const std::vector<std::string>*) { return std::string("a list of texts in quotes"); },
+                    },
+                    field.value);
+}
+
+void check_rule(const Field& field, const std::string& where) {
+  const Rule& rule = field.rule;
+  auto in_range = [&](double v) { return v >= rule.min && v <= rule.max && !(rule.above && v <= rule.min); };
+  const bool fine = std::visit(Overloaded{
+                                   [&](const std::int64_t* v) { return in_range(static_cast<double>(*v)); },
+                                   [&](const double* v) { return in_range(*v); },
+                                   [](const bool*) { return true; },
+                                   [&](const std::string* v) {
+                                     bool known = rule.choices.empty();
+                                     for (const auto choice : rule.choices) known = known || choice == *v;
+                                     return known && !(rule.not_empty && v->empty());
+                                   },
+                                   [](const std::vector<std::string>*) { return true; },
+                               },
+                               field.value);
+  check_value(fine, "config", field.name(), " = ", to_toml_value(field), ", want ", wanted(field), " (", where, ")");
+}
+
+}  // namespace hyper_parallel::train

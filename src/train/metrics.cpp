@@ -1,0 +1,61 @@
+#include <hyper_parallel/train/metrics.h>
+
+#include <unistd.h>
+
+#include <cmath>
+
+#include <nlohmann/json.hpp>
+
+namespace hyper_parallel::train {
+namespace {
+
+// JSON has no NaN and no infinity: null stands for them.
+nlohmann::ordered_json number(double value) {
+  if (!std::isfinite(value)) return nullptr;
+  return value;
+}
+
+}  // namespace
+
+MetricsFile::MetricsFile(const std::filesystem::path& file) : path_(file), out_(file, std::ios::trunc) {
+  if (!out_) throw Error(concat("[log] cannot write ", file.string()));
+}
+
+void MetricsFile::line(const std::string& text) {
+  if (path_.empty()) return;
+  out_ << text << '\n' << std::flush;
+  if (!out_) throw Error(concat("[log] cannot write ", path_.string()));
+}
+
+void MetricsFile::write(const StepMetrics& m) {
+  nlohmann::ordered_json json;
+  json["step"] = m.step;
+  json["tokens"] = m.tokens;
+  json["epoch"] = number(m.epoch);
+  json["loss"] = number(m.loss);
+  json["grad_norm"] = number(m.grad_norm);
+  json["lr"] = number(m.lr);
+  json["tokens_per_s"] = number(m.tokens_per_s);
+  json["step_ms"] = number(m.step_ms);
+  json["memory"] = m.memory;
+  json["elapsed_s"] = number(m.elapsed_s);
+  json["eta_s"] = number(m.eta_s);
+  line(json.dump());
+}
+
+void MetricsFile::write_validation(std::int64_t step, double loss, double seconds) {
+  nlohmann::ordered_json json;
+  json["step"] = step;
+  json["val_loss"] = number(loss);
+  json["val_s"] = number(seconds);
+  line(json.dump());
+}
+
+std::int64_t resident_bytes() {
+  std::ifstream in("/proc/self/statm");
+  std::int64_t total = 0, resident = 0;
+  if (!(in >> total >> resident)) return 0;
+  return resident * ::sysconf(_SC_PAGESIZE);
+}
+
+}  // namespace hyper_parallel::train

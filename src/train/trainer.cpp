@@ -1,0 +1,310 @@
+#include <hyper_parallel/train/trainer.h>
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <fstream>
+#include <limits>
+
+#include <hyper_parallel/comm/comm.h>
+#include <hyper_parallel/mesh/device_mesh.h>
+#include <hyper_parallel/optim/adamw.h>
+#include <hyper_parallel/optim/clip_grad.h>
+#include <hyper_parallel/train/agree.h>
+#include <hyper_parallel/train/generate.h>
+#include <hyper_parallel/train/loss_plot.h>
+#include <hyper_parallel/train/progress.h>
+#include <hyper_parallel/train/schedule.h>
+#include <hyper_parallel/train/shard_llama.h>
+#include <hyper_parallel/train/tokenizer.h>
+
+#include "train/batches.h"
+
+namespace hyper_parallel::train {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+c10::ScalarType dtype_of(const std::string& name) { return name == "bfloat16" ? torch::kBFloat16 : torch::kFloat32; }
+
+FullyShardOptions shard_options(const Config& config, const DeviceMesh& mesh) {
+  FullyShardOptions options;
+  options.mesh = mesh;
+  options.reshard_after_forward = config.parallel.reshard_after_forward;
+  options.mp_policy = {.param_dtype = dtype_of(config.precision.param_dtype),
+                       .reduce_dtype = dtype_of(config.precision.reduce_dtype)};
+  options.shard_layout = config.parallel.layout == "ragged" ? ShardLayout::kRagged : ShardLayout::kPerParameter;
+  return options;
+}
+
+DeviceMesh make_mesh(const BatchPlan& plan) {
+  if (plan.dp_replicate == 1) return init_device_mesh("cpu", {plan.dp_shard}, {"dp_shard"});
+  return init_device_mesh("cpu", {plan.dp_replicate, plan.dp_shard}, {"dp_replicate", "dp_shard"});
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+void write_file(const fs::path& file, const std::string& text) {
+  std::ofstream out(file, std::ios::binary | std::ios::trunc);
+  out << text;
+  out.close();
+  if (!out) throw Error(concat("[log] cannot write ", file.string()));
+}
+
+// What the ranks tell each other after a step.
+struct Shared {
+  double loss = 0;     // mean over the ranks
+  double seconds = 0;  // since the start of the loop, by rank 0's clock
+  double memory = 0;   // largest
+};
+
+// For what is computed from data that all ranks share: a mistake found there is found by all of them.
+template <class F>
+auto on_all_ranks_alike(F&& f) {
+  try {
+    return f();
+  } catch (const ValueError& error) {
+    throw AgreedError(error.what());
+  }
+}
+
+class Trainer {
+ public:
+  Trainer(const Config& config, const World& world)
+      : config_(config),
+        world_(world),
+        comm_(world.comm()),
+        schedule_{.lr = config.optim.lr,
+                  .min_ratio = config.optim.min_lr_ratio,
+                  .warmup_steps = config.optim.warmup_steps,
+                  .max_steps = config.train.max_steps,
+                  .max_seconds = config.train.max_seconds},
+        progress_(world.rank() == 0, config.log.every, config.train.max_steps) {}
+
+  TrainResult run() {
+    on_all_ranks_alike([&] {
+      comm_.check_same("config", lines_of(to_toml(config_)), {.label = "hp-train"});
+      plan_ = plan_batches(config_, world_.size());
+    });
+    agree_on(comm_, [&] { batches_.emplace(config_, plan_, world_.rank()); });
+    on_all_ranks_alike(
+        [&] { comm_.check_same("data", {concat("bytes of the text: ", batches_->corpus().size())}, {.label = "hp-train"}); });
+    agree_on(comm_, [&] { open_files(); });
+    announce();
+    on_all_ranks_alike([&] { build(); });
+    loop();
+    finish();
+    return std::move(result_);
+  }
+
+ private:
+  void open_files();
+  void announce();
+  void build();
+  void loop();
+  void finish();
+  std::string sample();
+
+  double forward_backward();
+  Shared share(double loss);
+  void optimizer_step(double lr, StepMetrics& metrics);
+  double validate(std::int64_t step);
+  [[nodiscard]] double eta(std::int64_t step, double elapsed) const;
+
+  Config config_;
+  World world_;
+  Comm comm_;
+  BatchPlan plan_;
+  Schedule schedule_;
+  Progress progress_;
+  std::optional<Batches> batches_;
+  MetricsFile metrics_;
+  Llama model_{nullptr};
+  HSDPModule root_;
+  std::optional<optim::AdamW> optimizer_;
+  LossPlot plot_;
+  TrainResult result_;
+  Clock::time_point loop_begin_;
+};
+
+void Trainer::open_files() {
+  result_.dir = fs::path(config_.log.dir) / config_.log.name;
+  if (world_.rank() != 0) return;
+  std::error_code error;
+  fs::create_directories(result_.dir, error);
+  if (error)
+    throw Error(concat("[log] cannot create ", result_.dir.string(), ": ", error.message(), " (", config_.where("log.dir"), ")"));
+  write_file(result_.dir / "config.toml", to_toml(config_));
+  metrics_ = MetricsFile(result_.dir / "metrics.jsonl");
+}
+
+void Trainer::announce() {
+  const Splits& splits = batches_->splits();
+  progress_.print(settings_table(config_));
+  progress_.print(concat("Data       ", format_count(batches_->corpus().size()), " bytes in ", batches_->corpus().files(),
+                         " file(s): ", format_count(splits.train.tokens()), " to train on, ",
+                         format_count(splits.validation.tokens()), " to validate on"));
+  progress_.print(concat("Batch      ", config_.train.batch_size, " sequences of ", config_.data.seq_len, " tokens = ",
+                         world_.size(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
+  progress_.print(memory_table(config_, plan_));
+}
+
+void Trainer::build() {
+  model_ = Llama(config_.model, static_cast<std::uint64_t>(config_.train.seed));
+  root_ = fully_shard_llama(model_, shard_options(config_, make_mesh(plan_)));
+  const OptimConfig& o = config_.optim;
+  optimizer_.emplace(root_,
+                     optim::AdamWOptions{.lr = o.lr, .betas = {o.beta1, o.beta2}, .eps = o.eps, .weight_decay = o.weight_decay});
+}
+
+double Trainer::forward_backward() {
+  double loss_sum = 0;
+  for (std::int64_t micro = 0; micro < plan_.accumulation; ++micro) {
+    root_.set_requires_gradient_sync(micro + 1 == plan_.accumulation);
+    const Batch batch = batches_->next();
+    const torch::Tensor loss = next_token_loss(model_(batch.inputs), batch.targets) / static_cast<double>(plan_.accumulation);
+    loss.backward();
+    loss_sum += loss.item<double>();
+  }
+  return loss_sum;
+}
+
+Shared Trainer::share(double loss) {
+  const torch::Tensor mine =
+      torch::tensor({loss, seconds_since(loop_begin_), static_cast<double>(resident_bytes())}, torch::kDouble);
+  const torch::Tensor all = torch::empty({world_.size(), 3}, torch::kDouble);
+  comm_.all_gather_single(all, mine, {.label = "step metrics"}).wait();
+  Shared shared;
+  for (int rank = 0; rank < world_.size(); ++rank) {
+    const double* row = all.const_data_ptr<double>() + 3 * rank;
+    shared.loss += row[0] / world_.size();
+    shared.memory = std::max(shared.memory, row[2]);
+    if (rank == 0) shared.seconds = row[1];
+  }
+  return shared;
+}
+
+void Trainer::optimizer_step(double lr, StepMetrics& metrics) {
+  const double clip = config_.optim.clip_norm;
+  metrics.grad_norm = clip_grad_norm_(root_, clip > 0 ? clip : std::numeric_limits<double>::infinity());
+  metrics.lr = lr;
+  optimizer_->set_lr(lr);
+  optimizer_->step();
+  optimizer_->zero_grad();
+}
+
+double Trainer::validate(std::int64_t step) {
+  if (batches_->validation_windows() == 0) return std::numeric_limits<double>::quiet_NaN();
+  const torch::NoGradGuard no_grad;
+  const Clock::time_point begin = Clock::now();
+  double sum = 0;
+  for (std::int64_t round = 0; round < batches_->validation_rounds(); ++round) {
+    std::int64_t real = 0;
+    const Batch batch = batches_->validation(round, &real);
+    const torch::Tensor logits = model_(batch.inputs);
+    if (real > 0)
+      sum +=
+          next_token_loss(logits.narrow(0, 0, real), batch.targets.narrow(0, 0, real)).item<double>() * static_cast<double>(real);
+  }
+  const torch::Tensor total = torch::tensor({sum}, torch::kDouble);
+  comm_.all_reduce(total, {.label = "validation loss"}).wait();
+  const double loss = total.item<double>() / static_cast<double>(batches_->validation_windows());
+  metrics_.write_validation(step, loss, seconds_since(begin));
+  if (world_.rank() == 0) plot_.validation.push_back({static_cast<double>(step), loss});
+  progress_.print(concat("step ", step, "  validation loss ", std::to_string(loss), "  (", batches_->validation_windows(),
+                         " sequences, ", format_seconds(seconds_since(begin)), ")"));
+  return loss;
+}
+
+double Trainer::eta(std::int64_t step, double elapsed) const {
+  double left = std::numeric_limits<double>::max();
+  if (schedule_.max_steps > 0) left = elapsed / static_cast<double>(step) * static_cast<double>(schedule_.max_steps - step);
+  if (schedule_.max_seconds > 0) left = std::min(left, schedule_.max_seconds - elapsed);
+  return std::max(left, 0.0);
+}
+
+void Trainer::loop() {
+  const std::int64_t step_tokens = config_.train.batch_size * config_.data.seq_len;
+  result_.val_loss_start = result_.val_loss_end = validate(0);
+  double warmup_seconds = 0, elapsed = 0, training_seconds = 0;
+  loop_begin_ = Clock::now();
+  for (std::int64_t step = 0; schedule_.progress(step, elapsed) < 1; ++step) {
+    const Clock::time_point begin = Clock::now();
+    if (step <= schedule_.warmup_steps) warmup_seconds = elapsed;
+    StepMetrics m;
+    const double loss = forward_backward();
+    optimizer_step(schedule_.at(step, elapsed, warmup_seconds), m);
+    const Shared shared = share(loss);
+    const double step_seconds = seconds_since(begin);
+    elapsed = shared.seconds;
+    training_seconds += step_seconds;
+    m.step = step + 1;
+    m.tokens = m.step * step_tokens;
+    m.epoch = batches_->sampler().epoch();
+    m.loss = shared.loss;
+    m.memory = static_cast<std::int64_t>(shared.memory);
+    m.step_ms = 1000 * step_seconds;
+    m.tokens_per_s = static_cast<double>(step_tokens) / step_seconds;
+    m.elapsed_s = elapsed;
+    m.eta_s = eta(m.step, elapsed);
+    metrics_.write(m);
+    if (!std::isfinite(m.loss) || !std::isfinite(m.grad_norm))
+      throw AgreedError(concat("[train] loss ", m.loss, " and gradient norm ", m.grad_norm, " at step ", m.step,
+                               ", want finite numbers: lower optim.lr, or lengthen optim.warmup_steps"));
+    const double fraction = schedule_.progress(m.step, elapsed);
+    progress_.step(m, fraction, fraction >= 1);
+    if (world_.rank() == 0) result_.history.push_back(m);
+    result_.steps = m.step;
+    result_.tokens = m.tokens;
+    if (fraction < 1 && config_.train.eval_every > 0 && m.step % config_.train.eval_every == 0) (void)validate(m.step);
+  }
+  result_.seconds = elapsed;
+  result_.tokens_per_s = static_cast<double>(result_.tokens) / training_seconds;
+  result_.val_loss_end = validate(result_.steps);
+}
+
+std::string Trainer::sample() {
+  std::string text;
+  for (std::size_t i = 0; i < config_.sample.prompts.size(); ++i) {
+    const auto seed = static_cast<std::uint64_t>(config_.train.seed) + i;
+    const std::string sample = printable(generate(model_, config_.sample.prompts[i], config_.sample, config_.data.seq_len, seed));
+    progress_.print(concat("\n--- sample ", i + 1, " of ", config_.sample.prompts.size(), " ---\n", sample));
+    text += concat("--- sample ", i + 1, " ---\n", sample, '\n');
+  }
+  return text;
+}
+
+void Trainer::finish() {
+  result_.world = world_.size();
+  progress_.close();
+  const std::string samples = sample();
+  agree_on(comm_, [&] {
+    if (world_.rank() != 0) return;
+    if (!samples.empty()) write_file(result_.dir / "samples.txt", samples);
+    plot_.title = concat(config_.log.name, ": ", format_count(parameter_count(config_.model)), " parameters on ", world_.size(),
+                         " rank(s)");
+    for (const StepMetrics& m : result_.history) plot_.train.push_back({static_cast<double>(m.step), m.loss});
+    write_file(result_.dir / "loss.svg", to_svg(plot_));
+  });
+  const fsdp::MemoryUse use = root_.memory_use();
+  progress_.print(concat("\nEngine     parameter shards ", format_bytes(use.shards), ", gradient shards ",
+                         format_bytes(use.gradients), ", pool for gathered units and reductions ", format_bytes(use.pool)));
+  progress_.print(concat("Files      ", result_.dir.string(), "/: config.toml metrics.jsonl loss.svg",
+                         config_.sample.prompts.empty() ? "" : " samples.txt"));
+}
+
+}  // namespace
+
+TrainResult run_training(const Config& config, const World& world) { return Trainer(config, world).run(); }
+
+}  // namespace hyper_parallel::train

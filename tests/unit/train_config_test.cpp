@@ -1,0 +1,162 @@
+// Configuration of hp-train: reading, overrides, and one message with file and line for every mistake.
+#include <hyper_parallel/train/config.h>
+
+#include <cstdio>
+#include <fstream>
+#include <string>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace hyper_parallel::train {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string message_of(const std::string& text, const std::vector<Override>& overrides = {}) {
+  try {
+    (void)parse_config(text, "a.toml", overrides);
+  } catch (const ValueError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(TrainConfig, ReadsEverySection) {
+  const Config c = parse_config(
+      "[model]\ndim = 64\nn_heads = 4\nn_kv_heads = 2\ntied = true\n[data]\npath = 'x.txt'\nseq_len = 32\n"
+      "[optim]\nlr = 1\n[parallel]\nlayout = \"per_parameter\"\n[sample]\nprompts = [\"a\", 'b \"c\"']\n",
+      "a.toml");
+  EXPECT_EQ(c.model.dim, 64);
+  EXPECT_EQ(c.model.n_kv_heads, 2);
+  EXPECT_TRUE(c.model.tied);
+  EXPECT_EQ(c.data.path, "x.txt");
+  EXPECT_EQ(c.optim.lr, 1.0);
+  EXPECT_EQ(c.parallel.layout, "per_parameter");
+  EXPECT_EQ(c.sample.prompts, (std::vector<std::string>{"a", "b \"c\""}));
+  EXPECT_EQ(c.where("model.n_kv_heads"), "a.toml:4");
+  EXPECT_EQ(c.where("train.seed"), "default");
+}
+
+TEST(TrainConfig, OverridesWinAndAreNamedAsTheSource) {
+  const Config c = parse_config("[model]\ndim = 64\n", "a.toml",
+                                {{"model.dim", "256"},
+                                 {"data.path", "some file.txt"},
+                                 {"log.name", "\"quoted\""},
+                                 {"sample.prompts", "['x', 'y']"},
+                                 {"optim.lr", "3e-3"},
+                                 {"model.tied", "true"}});
+  EXPECT_EQ(c.model.dim, 256);
+  EXPECT_EQ(c.data.path, "some file.txt");
+  EXPECT_EQ(c.log.name, "quoted");
+  EXPECT_EQ(c.sample.prompts.size(), 2U);
+  EXPECT_EQ(c.optim.lr, 3e-3);
+  EXPECT_TRUE(c.model.tied);
+  EXPECT_EQ(c.where("model.dim"), "command line");
+}
+
+TEST(TrainConfig, WritesWhatItReads) {
+  Config c = parse_config("[optim]\nlr = 0.00123\neps = 1e-9\n[sample]\nprompts = ['tab\\t \"q\"', \"line\\nfeed\"]\n", "a.toml",
+                          {{"data.path", "C:\\x"}});
+  const std::string text = to_toml(c);
+  const Config again = parse_config(text, "b.toml");
+  EXPECT_EQ(to_toml(again), text);
+  EXPECT_EQ(again.optim.eps, 1e-9);
+  EXPECT_EQ(again.sample.prompts, c.sample.prompts);
+  EXPECT_EQ(again.data.path, "C:\\x");
+  EXPECT_EQ(describe(c).size(), describe(Config{}).size());
+}
+
+TEST(TrainConfig, UnknownNamesAreErrorsWithTheirLine) {
+  EXPECT_EQ(message_of("[train]\nseed = 3\n\nbatchsize = 4\n"),
+            "[config] unknown key batchsize in [train], want one of seed, batch_size, micro_batch_size, max_steps, max_seconds, "
+            "eval_every, "
+            "eval_windows (a.toml:4)");
+  EXPECT_THAT(message_of("\n[modle]\ndim = 3\n"),
+              HasSubstr("unknown section [modle], want the sections model, data, train, optim"));
+  EXPECT_THAT(message_of("\n[modle]\ndim = 3\n"), HasSubstr("(a.toml:2)"));
+  EXPECT_THAT(message_of("dim = 3\n"), HasSubstr("unknown key dim outside any section"));
+  EXPECT_THAT(message_of("model = 3\n"), HasSubstr("model = 3, want a section [model] (a.toml:1)"));
+  EXPECT_THAT(message_of("", {{"model.size", "3"}}), HasSubstr("unknown key --model.size, want one of dim, n_layers"));
+  EXPECT_THAT(message_of("", {{"size", "3"}}), HasSubstr("unknown key --size, want --section.key"));
+}
+
+TEST(TrainConfig, BadSyntaxNamesTheLine) {
+  EXPECT_THAT(message_of("[model]\ndim = \n"), HasSubstr("[config] syntax: "));
+  EXPECT_THAT(message_of("[model]\ndim = 1\ndim = 2\n"), HasSubstr("(a.toml:3)"));
+  EXPECT_THAT(message_of("[model\n"), HasSubstr("(a.toml:1)"));
+}
+
+TEST(TrainConfig, BadValuesSayWhatIsWanted) {
+  EXPECT_EQ(message_of("[model]\ndim = 0\n"), "[config] model.dim = 0, want an integer >= 1 (a.toml:2)");
+  EXPECT_EQ(message_of("[model]\ndim = 1.5\n"), "[config] model.dim = 1.5, want an integer >= 1 (a.toml:2)");
+  EXPECT_EQ(message_of("[model]\ntied = 1\n"), "[config] model.tied = 1, want true or false (a.toml:2)");
+  EXPECT_EQ(message_of("[optim]\nlr = -1\n"), "[config] optim.lr = -1, want a number > 0 and <= 1000 (a.toml:2)");
+  EXPECT_THAT(message_of("[optim]\nlr = nan\n"), HasSubstr("want a number"));
+  EXPECT_THAT(message_of("[optim]\nweight_decay = inf\n"), HasSubstr("want a number"));
+  EXPECT_EQ(message_of("[parallel]\nlayout = \"flat\"\n"),
+            "[config] parallel.layout = \"flat\", want one of ragged, per_parameter (a.toml:2)");
+  EXPECT_EQ(message_of("[data]\npath = [1]\n"), "[config] data.path = [ 1 ], want a text in quotes (a.toml:2)");
+  EXPECT_THAT(message_of("[sample]\nprompts = ['a', 1]\n"), HasSubstr("want a list of texts in quotes (a.toml:2)"));
+  EXPECT_EQ(message_of("", {{"model.dim", "many"}}), "[config] model.dim = many, want an integer >= 1 (command line)");
+  EXPECT_THAT(message_of("", {{"model.dim", "1\nn_heads = 2"}}), HasSubstr("want an integer"));
+  EXPECT_THAT(message_of("", {{"log.name", ""}}), HasSubstr("want a text that is not empty"));
+}
+
+TEST(TrainConfig, ValuesThatContradictEachOther) {
+  EXPECT_EQ(message_of("[model]\ndim = 130\n"), "[config] model.dim = 130, want a multiple of model.n_heads = 4 (a.toml:2)");
+  EXPECT_THAT(message_of("[model]\ndim = 12\n"), HasSubstr("model.dim / model.n_heads = 3, want an even number"));
+  EXPECT_THAT(message_of("[model]\nn_kv_heads = 3\n"), HasSubstr("want a divisor of model.n_heads = 4 (a.toml:2)"));
+  EXPECT_THAT(message_of("[model]\nvocab_size = 255\n"), HasSubstr("want at least the 256 tokens"));
+  EXPECT_THAT(message_of("[data]\nseq_len = 1024\n"), HasSubstr("want at most model.max_seq_len = 256 (a.toml:2)"));
+  EXPECT_THAT(message_of("[train]\nmax_steps = 0\n"), HasSubstr("both 0, want at least one limit (a.toml:2)"));
+  EXPECT_THAT(message_of("[parallel]\ndp_shard = 0\n"), HasSubstr("want -1 or an integer >= 1 (a.toml:2)"));
+  EXPECT_THAT(message_of("[log]\nname = '../x'\n"), HasSubstr("want a plain folder name (a.toml:2)"));
+}
+
+TEST(TrainConfig, MissingFile) {
+  try {
+    (void)load_config("/no/such/file.toml");
+    FAIL();
+  } catch (const ValueError& error) {
+    EXPECT_STREQ(error.what(), "[config] cannot read /no/such/file.toml, want a TOML file (command line)");
+  }
+  EXPECT_THROW((void)load_config("/"), ValueError);
+}
+
+TEST(TrainConfig, BatchesFollowTheWorld) {
+  const Config c = parse_config("[train]\nbatch_size = 12\nmicro_batch_size = 2\n[parallel]\ndp_replicate = 2\n", "a.toml");
+  const BatchPlan plan = plan_batches(c, 2);
+  EXPECT_EQ(plan.dp_replicate, 2);
+  EXPECT_EQ(plan.dp_shard, 1);
+  EXPECT_EQ(plan.micro_batch, 2);
+  EXPECT_EQ(plan.accumulation, 3);
+  const Config automatic = parse_config("[train]\nbatch_size = 12\n", "a.toml");
+  EXPECT_EQ(plan_batches(automatic, 4).micro_batch, 3);
+  EXPECT_EQ(plan_batches(automatic, 4).accumulation, 1);
+  EXPECT_EQ(plan_batches(automatic, 4).dp_shard, 4);
+}
+
+std::string plan_message(const std::string& text, int world) {
+  const Config config = parse_config(text, "a.toml");
+  try {
+    (void)plan_batches(config, world);
+  } catch (const ValueError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(TrainConfig, WorldsThatDoNotFit) {
+  EXPECT_EQ(plan_message("[parallel]\ndp_shard = 4\n", 2),
+            "[parallel] dp_replicate * dp_shard = 1 * 4, want the world size 2 (a.toml:2)");
+  EXPECT_EQ(plan_message("[parallel]\ndp_replicate = 3\n", 4),
+            "[parallel] dp_replicate = 3, want a divisor of the world size 4 (a.toml:2)");
+  EXPECT_EQ(plan_message("[train]\nbatch_size = 5\n", 2),
+            "[train] batch_size = 5, want a multiple of the world size 2 (a.toml:2)");
+  EXPECT_EQ(plan_message("[train]\nbatch_size = 8\nmicro_batch_size = 3\n", 2),
+            "[train] micro_batch_size = 3, want a divisor of the 4 sequences of each rank (a.toml:3)");
+}
+
+}  // namespace
+}  // namespace hyper_parallel::train

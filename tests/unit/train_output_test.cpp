@@ -1,0 +1,223 @@
+// Schedule, memory plan, metrics, step lines and the loss plot.
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <hyper_parallel/train/loss_plot.h>
+#include <hyper_parallel/train/memory_plan.h>
+#include <hyper_parallel/train/metrics.h>
+#include <hyper_parallel/train/progress.h>
+#include <hyper_parallel/train/schedule.h>
+
+namespace hyper_parallel::train {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(ScheduleTest, WarmsUpThenFollowsTheCosine) {
+  const Schedule s{.lr = 1.0, .min_ratio = 0.1, .warmup_steps = 4, .max_steps = 104};
+  EXPECT_DOUBLE_EQ(s.at(0), 0.25);
+  EXPECT_DOUBLE_EQ(s.at(3), 1.0);
+  EXPECT_DOUBLE_EQ(s.at(4), 1.0);
+  EXPECT_DOUBLE_EQ(s.at(54), 0.55);
+  EXPECT_NEAR(s.at(104), 0.1, 1e-12);
+  EXPECT_NEAR(s.at(1000), 0.1, 1e-12);
+  EXPECT_DOUBLE_EQ(s.progress(26, 0), 0.25);
+}
+
+TEST(ScheduleTest, ATimeBudgetAnnealsToo) {
+  const Schedule s{.lr = 2.0, .min_ratio = 0.0, .warmup_steps = 2, .max_steps = 0, .max_seconds = 30};
+  EXPECT_DOUBLE_EQ(s.at(1, 9), 2.0);
+  EXPECT_DOUBLE_EQ(s.at(5, 20, 10), 1.0);
+  EXPECT_NEAR(s.at(6, 30, 10), 0.0, 1e-12);
+  EXPECT_NEAR(s.at(7, 31, 10), 0.0, 1e-12);
+  const Schedule both{.lr = 1.0, .min_ratio = 0.0, .warmup_steps = 0, .max_steps = 100, .max_seconds = 100};
+  EXPECT_DOUBLE_EQ(both.at(10, 50, 0), 0.5);  // the budget that ends sooner rules
+  EXPECT_DOUBLE_EQ(both.progress(10, 50), 0.5);
+  EXPECT_DOUBLE_EQ(both.progress(70, 50), 0.7);
+}
+
+TEST(MemoryPlanTest, CountsTheDecoder) {
+  const ModelConfig m{.dim = 8, .n_layers = 3, .n_heads = 2, .n_kv_heads = 1, .ffn_dim = 12, .vocab_size = 256};
+  // Norms 2 * 8; q and o 2 * 64; k and v 2 * 8 * 4; three matrices of 8 * 12.
+  const std::int64_t block = 16 + 128 + 64 + 288;
+  const auto units = llama_units(m);
+  ASSERT_EQ(units.size(), 5U);
+  EXPECT_EQ(units[0].numel, 2048);
+  EXPECT_EQ(units[1].numel, block);
+  EXPECT_EQ(units[4].numel, 2056);
+  EXPECT_EQ(parameter_count(m), 3 * block + 2048 + 2056);
+  ModelConfig tied = m;
+  tied.tied = true;
+  EXPECT_EQ(parameter_count(tied), 3 * block + 2056);
+}
+
+TEST(MemoryPlanTest, ShardsDivideAndGatheredUnitsDoNot) {
+  Config c;
+  const std::int64_t count = parameter_count(c.model);
+  const MemoryPlan one = plan_memory(c, {.dp_shard = 1, .micro_batch = 8});
+  const MemoryPlan two = plan_memory(c, {.dp_shard = 2, .micro_batch = 8});
+  EXPECT_EQ(one.parameter_shards, 4 * count);
+  EXPECT_EQ(one.gathered_units, 0);
+  EXPECT_EQ(two.parameter_shards, 2 * count);
+  EXPECT_EQ(two.optimizer_state, 4 * count);
+  EXPECT_LT(two.gathered_units, 4 * count);
+  c.parallel.reshard_after_forward = false;
+  EXPECT_EQ(plan_memory(c, {.dp_shard = 2, .micro_batch = 8}).gathered_units, 4 * count);
+  c.precision.param_dtype = "bfloat16";
+  EXPECT_EQ(plan_memory(c, {.dp_shard = 1, .micro_batch = 8}).gathered_units, 2 * count);
+  EXPECT_EQ(two.total(), two.parameter_shards + two.gradient_shards + two.optimizer_state + two.gathered_units +
+                             two.reduce_buffers + two.activations);
+}
+
+TEST(Format, Numbers) {
+  EXPECT_EQ(format_bytes(640), "640 B");
+  EXPECT_EQ(format_bytes(1500), "1.5 kB");
+  EXPECT_EQ(format_bytes(999'900'000), "1.0 GB");
+  EXPECT_EQ(format_bytes(123'000'000), "123 MB");
+  EXPECT_EQ(format_seconds(125.4), "2:05");
+  EXPECT_EQ(format_seconds(3725), "1:02:05");
+  EXPECT_EQ(format_seconds(-1), "0:00");
+  EXPECT_EQ(format_count(0), "0");
+  EXPECT_EQ(format_count(123), "123");
+  EXPECT_EQ(format_count(1234567), "1,234,567");
+  EXPECT_EQ(format_count(-123456), "-123,456");
+}
+
+TEST(Format, TablesNameEverySettingAndItsSource) {
+  const Config c = parse_config("[model]\ndim = 64\n", "a.toml", {{"optim.lr", "0.5"}});
+  const std::string table = settings_table(c);
+  for (const FieldInfo& info : describe(c)) EXPECT_THAT(table, HasSubstr(info.key));
+  EXPECT_THAT(table, ::testing::ContainsRegex("dim +64 +a.toml:2\n"));
+  EXPECT_THAT(table, ::testing::ContainsRegex("lr +0.5 +command line\n"));
+  const std::string memory = memory_table(c, plan_batches(c, 2));
+  EXPECT_THAT(memory, HasSubstr("one of 2 ranks (2 shards x 1 replicas)"));
+  EXPECT_THAT(memory, HasSubstr("AdamW moments"));
+}
+
+StepMetrics example() {
+  return {.step = 20,
+          .tokens = 4096,
+          .epoch = 0.5,
+          .loss = 2.5,
+          .grad_norm = 1.25,
+          .lr = 3e-4,
+          .tokens_per_s = 12345.6,
+          .step_ms = 33.2,
+          .memory = 250'000'000,
+          .elapsed_s = 60,
+          .eta_s = 65};
+}
+
+TEST(Format, StepLineHoldsEverything) {
+  EXPECT_EQ(step_line(example(), 100),
+            "step     20/100  loss 2.5000  grad_norm 1.250  lr 3.00e-04   12,346 tokens/s    33.2 ms  250 MB  ETA 1:05");
+}
+
+TEST(ProgressTest, PlainLinesEveryNthStepAndNothingOnOtherRanks) {
+  auto lines_of = [](bool enabled) {
+    std::FILE* file = std::tmpfile();
+    {
+      Progress progress(enabled, 10, 100, file);
+      progress.print("hello");
+      StepMetrics metrics = example();
+      for (metrics.step = 1; metrics.step <= 25; ++metrics.step) progress.step(metrics, 0.25, metrics.step == 25);
+    }
+    std::rewind(file);
+    std::string text;
+    for (int c = std::fgetc(file); c != EOF; c = std::fgetc(file)) text += static_cast<char>(c);
+    std::fclose(file);
+    return text;
+  };
+  const std::string text = lines_of(true);
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 5);  // hello, 1, 10, 20, 25
+  EXPECT_EQ(text.find('\r'), std::string::npos);
+  EXPECT_THAT(text, HasSubstr("step     25/100"));
+  EXPECT_EQ(lines_of(false), "");
+}
+
+TEST(MetricsTest, WritesOneObjectPerLine) {
+  const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) / "hp_metrics_test.jsonl";
+  {
+    MetricsFile metrics(file);
+    StepMetrics m = example();
+    metrics.write(m);
+    m.loss = std::numeric_limits<double>::quiet_NaN();
+    metrics.write(m);
+    metrics.write_validation(20, 1.75, 0.5);
+  }
+  std::ifstream in(file);
+  std::vector<nlohmann::json> lines;
+  for (std::string line; std::getline(in, line);) lines.push_back(nlohmann::json::parse(line));
+  ASSERT_EQ(lines.size(), 3U);
+  EXPECT_EQ(lines[0]["step"], 20);
+  EXPECT_EQ(lines[0]["loss"], 2.5);
+  EXPECT_EQ(lines[0]["memory"], 250'000'000);
+  EXPECT_TRUE(lines[1]["loss"].is_null());
+  EXPECT_EQ(lines[2]["val_loss"], 1.75);
+  std::filesystem::remove(file);
+  EXPECT_THROW(MetricsFile("/no/such/folder/metrics.jsonl"), Error);
+  EXPECT_NO_THROW(MetricsFile().write(example()));
+  EXPECT_GT(resident_bytes(), 1'000'000);
+}
+
+// Checks the tags of a document without declarations and comments: balanced, attributes quoted, no stray '<' or '&'.
+bool well_formed(const std::string& xml, int* elements) {
+  std::vector<std::string> open;
+  std::size_t i = 0;
+  while ((i = xml.find('<', i)) != std::string::npos) {
+    const std::size_t end = xml.find('>', i);
+    if (end == std::string::npos) return false;
+    const std::string tag = xml.substr(i + 1, end - i - 1);
+    if (tag.empty() || tag.find('<') != std::string::npos || std::count(tag.begin(), tag.end(), '"') % 2 != 0) return false;
+    const std::string name = tag.substr(tag[0] == '/' ? 1 : 0, tag.find_first_of(" /", 1) - (tag[0] == '/' ? 1 : 0));
+    if (tag[0] == '/') {
+      if (open.empty() || open.back() != name) return false;
+      open.pop_back();
+    } else {
+      ++*elements;
+      if (tag.back() != '/') open.push_back(name);
+    }
+    i = end;
+  }
+  for (i = 0; (i = xml.find('&', i)) != std::string::npos; ++i)
+    if (xml.compare(i, 4, "&lt;") != 0 && xml.compare(i, 4, "&gt;") != 0 && xml.compare(i, 5, "&amp;") != 0) return false;
+  return open.empty();
+}
+
+TEST(LossPlotTest, IsWellFormed) {
+  LossPlot plot{.title = "a <b> & c"};
+  for (int i = 1; i <= 5000; ++i) plot.train.push_back({static_cast<double>(i), 5.0 / std::sqrt(i)});
+  plot.train[7].y = std::numeric_limits<double>::infinity();
+  plot.validation = {{0, 5.5}, {2500, 1.0}, {5000, 0.5}};
+  const std::string svg = to_svg(plot);
+  int elements = 0;
+  EXPECT_TRUE(well_formed(svg, &elements)) << svg;
+  EXPECT_GT(elements, 20);
+  EXPECT_EQ(svg.find("inf"), std::string::npos);
+  EXPECT_EQ(svg.find("nan"), std::string::npos);
+  EXPECT_LT(svg.size(), 100'000U);
+  EXPECT_THAT(svg, HasSubstr("a &lt;b&gt; &amp; c"));
+  EXPECT_THAT(svg, HasSubstr("validation"));
+}
+
+TEST(LossPlotTest, FewOrNoPointsDraw) {
+  for (const LossPlot& plot :
+       {LossPlot{}, LossPlot{.title = "one", .train = {{3, 2}}}, LossPlot{.validation = {{0, 0}, {1, 0}}}}) {
+    const std::string svg = to_svg(plot);
+    int elements = 0;
+    EXPECT_TRUE(well_formed(svg, &elements));
+    EXPECT_EQ(svg.find("nan"), std::string::npos);
+    EXPECT_EQ(svg.find("inf"), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace hyper_parallel::train
