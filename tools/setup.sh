@@ -76,7 +76,7 @@ install_packages() {
   fi
   say "system packages: installing ${missing[*]} ${optional[*]}"
   export DEBIAN_FRONTEND=noninteractive
-  "${runner[@]}" apt-get update -qq </dev/null || die "apt-get update failed"
+  "${runner[@]}" apt-get update -qq </dev/null || say "apt-get update had errors; trying to install all the same"
   for package in "${optional[@]}"; do
     if apt-cache show "$package" >/dev/null 2>&1; then candidates+=("$package"); fi
   done

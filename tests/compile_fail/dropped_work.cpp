@@ -1,9 +1,9 @@
 // want: ignoring returned value of type .*Work.*Werror=unused-result
-#include <torch/torch.h>
+#include <ATen/core/Tensor.h>
 
 #include <hyper_parallel/comm/comm.h>
 
-void reduce(const hyper_parallel::Comm& comm, const torch::Tensor& tensor) {
+void reduce(const hyper_parallel::Comm& comm, const at::Tensor& tensor) {
 #ifdef HP_MISTAKE
   comm.all_reduce(tensor);
 #else

@@ -1,5 +1,5 @@
 // want: FullyShardOptions. has no non-static data member named .reshard_after_fwd
-#include <torch/torch.h>
+#include <ATen/core/Tensor.h>
 
 #include <hyper_parallel/fsdp/policy.h>
 
