@@ -24,7 +24,7 @@ class Unit;
 
 /// A parameter on its way into a unit.
 struct ParameterSlot {
-  std::string name;      ///< fully qualified, for messages, state dictionaries and the agreement between ranks
+  std::string name;      ///< relative to the unit, e.g. "attention.wq.weight"
   at::Tensor parameter;  ///< the handle that the model's code holds; becomes a view of the unit's gathered storage
   /// Put the sharded leaf where the parameter was registered: one call per place (tied parameters have several).
   std::vector<std::function<void(const at::Tensor& sharded)>> install;
@@ -32,7 +32,7 @@ struct ParameterSlot {
 
 /// One managed parameter, as optimizers, clipping and state dictionaries see it.
 struct ShardedParameter {
-  std::string name;
+  std::string name;                      ///< fully qualified below the outermost unit
   at::Tensor sharded;                    ///< leaf: this rank's part, master dtype, possibly with zero elements
   std::vector<std::int64_t> full_shape;  ///< shape of the whole parameter
   std::int64_t offset = 0;               ///< first element in the group's flat shard
@@ -113,12 +113,20 @@ class HP_API UnitHandle {
   std::shared_ptr<Unit> unit_;
 };
 
+/// A unit inside the modules of another one, with the path of its module below the outer unit's module.
+struct ChildUnit {
+  std::shared_ptr<Unit> unit;
+  std::string path;
+};
+
 /// Takes the slots' parameters over and installs their sharded leaves. Local: ranks that disagree find out at their first forward.
 ///
-/// \param children units whose modules lie inside this unit's modules; their trees become part of this one
+/// \param name shown in messages until an outer unit gives the path, e.g. the module's class
+/// \param members number of modules that run one after the other and are gathered for the first and freed after the last of them
+/// \param children every unit inside this unit's modules, at any depth; their trees become part of this one
 /// ValueError (nothing is changed then): no mesh rank, mesh of more than 2 axes, shard dim out of range, a parameter that another unit manages.
-[[nodiscard]] HP_API std::shared_ptr<Unit> make_unit(std::string name, std::vector<ParameterSlot> slots, const FullyShardOptions& options,
-                                                     const std::vector<std::shared_ptr<Unit>>& children);
+[[nodiscard]] HP_API std::shared_ptr<Unit> make_unit(const std::string& name, std::vector<ParameterSlot> slots, const FullyShardOptions& options,
+                                                     const std::vector<ChildUnit>& children, int members = 1);
 
 /// Name of the unit that manages `tensor` (a model's handle or a sharded leaf), nullopt when none does.
 [[nodiscard]] HP_API std::optional<std::string> managing_unit(const at::Tensor& tensor);
@@ -127,7 +135,8 @@ class HP_API UnitHandle {
 /// (an exception) brings the unit back to its sharded state.
 class HP_API ForwardScope {
  public:
-  explicit ForwardScope(Unit& unit);
+  /// \param member which of the modules that form the unit runs (see make_unit)
+  explicit ForwardScope(Unit& unit, int member = 0);
   ~ForwardScope();
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
@@ -141,6 +150,7 @@ class HP_API ForwardScope {
 
  private:
   Unit& unit_;
+  int member_;
   bool finished_ = false;
 };
 

@@ -22,10 +22,15 @@ class HookedBase {
  public:
   virtual ~HookedBase() = default;
   [[nodiscard]] const std::shared_ptr<fsdp::Unit>& unit() const noexcept { return unit_; }
-  void set_unit(std::shared_ptr<fsdp::Unit> unit) { unit_ = std::move(unit); }
+  /// `member`: position of this module among the modules that form the unit.
+  void set_unit(std::shared_ptr<fsdp::Unit> unit, int member) {
+    unit_ = std::move(unit);
+    member_ = member;
+  }
 
  protected:
   std::shared_ptr<fsdp::Unit> unit_;
+  int member_ = 0;
 };
 
 namespace detail {
@@ -56,7 +61,7 @@ class Hooked;
     Result hooked_call(Given&&... given) {                                                                                \
       if (!unit_) return Impl::forward(std::forward<Given>(given)...);                                                    \
       const std::shared_ptr<fsdp::Unit> keep = unit_;                                                                     \
-      fsdp::ForwardScope scope(*keep);                                                                                    \
+      fsdp::ForwardScope scope(*keep, member_);                                                                                   \
       if constexpr (std::is_void_v<Result>) {                                                                             \
         call(scope, std::forward<Given>(given)...);                                                                       \
         scope.finish();                                                                                                   \
@@ -86,7 +91,7 @@ class HookedHolder : public torch::nn::ModuleHolder<Hooked<Impl>> {
  public:
   using torch::nn::ModuleHolder<Hooked<Impl>>::ModuleHolder;
   template <class... Args>
-  auto operator()(Args&&... args) {
+  auto operator()(Args&&... args) const {
     return this->impl_->hooked_call(std::forward<Args>(args)...);
   }
 };

@@ -1,0 +1,68 @@
+#pragma once
+// fully_shard for torch::nn modules.
+#include <concepts>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <hyper_parallel/fsdp/policy.h>
+#include <hyper_parallel/fsdp/unit.h>
+#include <hyper_parallel/nn/module.h>
+
+namespace hyper_parallel {
+
+/// Handle of a sharded module: the unit's methods, and the module. Cheap to copy.
+class HP_API HSDPModule : public fsdp::UnitHandle {
+ public:
+  HSDPModule() = default;
+  HSDPModule(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<fsdp::Unit> unit)
+      : fsdp::UnitHandle(std::move(unit)), module_(std::move(module)) {}
+
+  /// The handle of a module on which fully_shard was called; ValueError otherwise.
+  [[nodiscard]] static HSDPModule of(const std::shared_ptr<torch::nn::Module>& module);
+  template <class Contained>
+  [[nodiscard]] static HSDPModule of(const torch::nn::ModuleHolder<Contained>& holder) {
+    return of(std::shared_ptr<torch::nn::Module>(holder.ptr()));
+  }
+
+  [[nodiscard]] const std::shared_ptr<torch::nn::Module>& module() const noexcept { return module_; }
+
+ private:
+  std::shared_ptr<torch::nn::Module> module_;
+};
+
+/// Shards the parameters of `module` over the mesh and gathers them just in time for its forward and backward.
+///
+/// Parameters of inner modules on which fully_shard was called before stay with those: wrap inner modules first, the whole model last.
+/// Afterwards `module->parameters()` are this rank's shards, to be given to an optimizer; gradients are averaged over all ranks of the
+/// mesh. The module must be declared with HP_MODULE. Local: nothing is sent before the first forward, where all ranks compare what they
+/// have wrapped. Values are taken from each rank's own module: seed all ranks alike.
+/// \return the handle of the unit; its methods are in fsdp/unit.h
+/// ValueError (the module is unchanged): module without hooks or wrapped before, mesh of more than two axes, parameter on another device
+/// than the mesh, shard dim out of range, parameter that belongs to another unit, ParameterList or ParameterDict inside.
+HP_API HSDPModule fully_shard(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options = {});
+
+/// Shards several modules as one unit: gathered when the first one runs, freed when the last one has run. Modules below another listed
+/// module are dropped. Returns a handle for each listed module, all of the same unit.
+/// ValueError: empty list, an element that is null.
+HP_API std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
+                                           const FullyShardOptions& options = {});
+
+template <class Contained>
+HSDPModule fully_shard(const torch::nn::ModuleHolder<Contained>& holder, const FullyShardOptions& options = {}) {
+  return fully_shard(std::shared_ptr<torch::nn::Module>(holder.ptr()), options);
+}
+
+/// A list of holders, e.g. the blocks that form one unit.
+template <class Holder>
+  requires requires(const Holder& holder) { std::shared_ptr<torch::nn::Module>(holder.ptr()); }
+std::vector<HSDPModule> fully_shard(const std::vector<Holder>& holders, const FullyShardOptions& options = {}) {
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;
+  for (const Holder& holder : holders) modules.push_back(holder.is_empty() ? nullptr : std::shared_ptr<torch::nn::Module>(holder.ptr()));
+  return fully_shard(modules, options);
+}
+
+}  // namespace hyper_parallel

@@ -1,0 +1,68 @@
+#include "fsdp/buffer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <c10/core/Storage.h>
+
+#include <hyper_parallel/core/error.h>
+
+namespace hyper_parallel::fsdp {
+
+MemoryPool::Block MemoryPool::take(std::size_t bytes) {
+  auto fit = std::lower_bound(free_.begin(), free_.end(), bytes, [](const Block& block, std::size_t want) { return block.bytes < want; });
+  if (fit != free_.end() && fit->bytes <= bytes + bytes / 4) {
+    Block block = std::move(*fit);
+    free_.erase(fit);
+    return block;
+  }
+  capacity_ += bytes;
+  return Block{allocator_->allocate(bytes), bytes};
+}
+
+void MemoryPool::give(Block block) {
+  auto place =
+      std::lower_bound(free_.begin(), free_.end(), block.bytes, [](const Block& other, std::size_t want) { return other.bytes < want; });
+  free_.insert(place, std::move(block));
+}
+
+SwappedBuffer::SwappedBuffer(std::int64_t numel, const at::TensorOptions& options, std::string guard_message)
+    : message_(std::move(guard_message)) {
+  bytes_ = static_cast<std::size_t>(numel) * options.dtype().itemsize();
+  const auto device = options.device();
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes_, at::DataPtr(nullptr, device), nullptr, /*resizable=*/false);
+  flat_ = at::empty({0}, options);
+  flat_.set_(storage, 0, {numel}, {1});
+  guard();
+}
+
+void SwappedBuffer::acquire(MemoryPool& pool) {
+  check_internal(!live_, "buffer", "acquired twice");
+  auto* storage = flat_.storage().unsafeGetStorageImpl();
+  MemoryPool::Block block = pool.take(bytes_);
+  block_bytes_ = block.bytes;
+  storage->clear_data_ptr_access_error_msg_();
+  storage->set_data_ptr_noswap(std::move(block.data));
+  live_ = true;
+}
+
+void SwappedBuffer::release(MemoryPool& pool) {
+  if (!live_) return;
+  auto* storage = flat_.storage().unsafeGetStorageImpl();
+  pool.give({storage->set_data_ptr(at::DataPtr(nullptr, flat_.device())), block_bytes_});
+  guard();
+  live_ = false;
+}
+
+void SwappedBuffer::set_guard_message(std::string message) {
+  message_ = std::move(message);
+  if (!live_) guard();
+}
+
+void SwappedBuffer::guard() {
+  // A buffer of zero bytes has nothing to protect, and torch would refuse to look at its (empty) data.
+  if (bytes_ > 0) flat_.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(message_);
+}
+
+}  // namespace hyper_parallel::fsdp

@@ -1,0 +1,71 @@
+#pragma once
+// Memory that comes and goes under tensors that stay: a pool of blocks and storages whose block is swapped.
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+
+namespace hyper_parallel::fsdp {
+
+/// Free blocks by size. Blocks are never returned to the allocator before the pool dies, so a loop that repeats itself allocates nothing.
+/// Thread safety: one thread at a time.
+class MemoryPool {
+ public:
+  struct Block {
+    at::DataPtr data;
+    std::size_t bytes = 0;  ///< capacity
+  };
+
+  explicit MemoryPool(c10::Allocator* allocator) : allocator_(allocator) {}
+  MemoryPool(const MemoryPool&) = delete;
+  MemoryPool& operator=(const MemoryPool&) = delete;
+
+  /// The smallest free block of at least `bytes` and at most 1.25 times that, or a new one of exactly `bytes`.
+  [[nodiscard]] Block take(std::size_t bytes);
+  void give(Block block);
+  /// Bytes taken from the allocator so far.
+  [[nodiscard]] std::size_t capacity() const { return capacity_; }
+
+ private:
+  c10::Allocator* allocator_;
+  std::vector<Block> free_;  // by size, ascending
+  std::size_t capacity_ = 0;
+};
+
+/// A flat tensor whose storage object lives for ever and whose memory is taken from a pool and given back.
+///
+/// Views of `flat()` stay valid across swaps. While there is no memory, touching any of them throws `guard_message` (torch's own
+/// check of the data pointer); shapes, views and detach stay allowed. nbytes is never changed, since torch checks saved views against it.
+class SwappedBuffer {
+ public:
+  SwappedBuffer() = default;
+  SwappedBuffer(std::int64_t numel, const at::TensorOptions& options, std::string guard_message);
+  SwappedBuffer(const SwappedBuffer&) = delete;
+  SwappedBuffer& operator=(const SwappedBuffer&) = delete;
+  SwappedBuffer(SwappedBuffer&&) = default;
+  SwappedBuffer& operator=(SwappedBuffer&&) = default;
+
+  [[nodiscard]] bool defined() const { return flat_.defined(); }
+  [[nodiscard]] const at::Tensor& flat() const { return flat_; }
+  [[nodiscard]] bool live() const { return live_; }
+  [[nodiscard]] std::size_t bytes() const { return bytes_; }
+  void set_guard_message(std::string message);
+
+  /// Contents are undefined afterwards.
+  void acquire(MemoryPool& pool);
+  void release(MemoryPool& pool);
+
+ private:
+  void guard();
+
+  at::Tensor flat_;
+  std::string message_;
+  std::size_t bytes_ = 0;
+  std::size_t block_bytes_ = 0;
+  bool live_ = false;
+};
+
+}  // namespace hyper_parallel::fsdp

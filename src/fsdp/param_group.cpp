@@ -1,0 +1,193 @@
+#include "fsdp/param_group.h"
+
+#include <numeric>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/Storage.h>
+
+#include "fsdp/flat_tensor.h"
+
+namespace hyper_parallel::fsdp {
+namespace {
+
+at::TensorOptions options_of(const ParameterSlot& slot) { return slot.parameter.options().requires_grad(false).memory_format({}); }
+
+std::string guard_message(const std::string& unit) {
+  return concat("[fully_shard] the parameters of unit ", unit,
+                " are resharded: they were used outside of its forward. Call the module itself (holder(x) or holder->forward(x), not a "
+                "pointer to its Impl), return every tensor that the loss depends on from its forward, or call unshard() first.");
+}
+
+}  // namespace
+
+ParamGroup::ParamGroup(GroupLayout layout, std::vector<ParameterSlot> slots, GroupOptions options)
+    : layout_(std::move(layout)), options_(std::move(options)) {
+  at::NoGradGuard no_grad;
+  rank_ = options_.shard_comm.rank();
+  replicas_ = options_.replicate_comm.defined() ? options_.replicate_comm.size() : 1;
+  master_ = options_of(slots.front());
+  compute_ = master_.dtype(options_.compute_dtype);
+  aliased_ = layout_.world() == 1 && options_.compute_dtype == master_.dtype();
+
+  const auto bits = [](at::ScalarType type) { return c10::elementSize(type); };
+  const bool lossless = options_.reduce_dtype == options_.compute_dtype || (bits(options_.reduce_dtype) > bits(options_.compute_dtype));
+  wire_dtype_ = lossless ? options_.compute_dtype : options_.reduce_dtype;
+  accum_dtype_differs_ = wire_dtype_ != options_.reduce_dtype;
+
+  fill_shard(slots);
+  build_full_views(slots);
+  build_gather_copies();
+  make_leaves(slots);
+}
+
+void ParamGroup::fill_shard(const std::vector<ParameterSlot>& slots) {
+  shard_ = allocate_flat(layout_.shard_numel(), master_, options_.shard_comm.allocator());
+  shard_.zero_();
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const auto& slice = layout_.slice(i, rank_);
+    ManagedParameter parameter;
+    parameter.name = slots[i].name;
+    parameter.full_shape = slots[i].parameter.sizes().vec();
+    parameter.full = slots[i].parameter;
+    parameter.trainable = slots[i].parameter.requires_grad();
+    parameter.home = shard_.narrow(0, slice.shard_offset, slice.numel).view(slice.shape);
+    parameters_.push_back(std::move(parameter));
+    if (slice.numel > 0) parameters_[i].home.copy_(own_part(slots[i].parameter.detach(), i));
+  }
+}
+
+at::Tensor ParamGroup::own_part(const at::Tensor& whole, std::size_t i) const {
+  const auto& slice = layout_.slice(i, rank_);
+  if (layout_.kind() == ShardLayout::kRagged) return whole.contiguous().view(-1).narrow(0, slice.start, slice.numel).view(slice.shape);
+  if (whole.dim() == 0) return whole;
+  const std::int64_t dim = layout_.parameter(i).shard_dim;
+  return whole.narrow(dim, slice.start, slice.shape[static_cast<std::size_t>(dim)]);
+}
+
+void ParamGroup::build_full_views(const std::vector<ParameterSlot>& slots) {
+  if (!aliased_) full_ = SwappedBuffer(layout_.full_numel(), compute_, guard_message(options_.unit));
+  const at::Tensor& flat = aliased_ ? shard_ : full_.flat();
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    at::Tensor& full = parameters_[i].full;
+    full.mutable_grad() = at::Tensor();
+    full.set_requires_grad(false);
+    full.set_data(flat.narrow(0, layout_.full_offset(i), layout_.numel(i)).view(parameters_[i].full_shape));
+  }
+}
+
+void ParamGroup::make_leaves(const std::vector<ParameterSlot>& slots) {
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    auto& parameter = parameters_[i];
+    // variable_data: same memory, own version counter, so that optimizer writes are not seen as writes to other parameters.
+    parameter.sharded = parameter.home.variable_data();
+    parameter.sharded.set_requires_grad(parameter.trainable);
+    for (const auto& install : slots[i].install) install(parameter.sharded);
+  }
+}
+
+void ParamGroup::rename_unit(const std::string& unit) {
+  options_.unit = unit;
+  if (full_.defined()) full_.set_guard_message(guard_message(unit));
+}
+
+bool ParamGroup::trainable() const {
+  for (const auto& parameter : parameters_) {
+    if (parameter.trainable) return true;
+  }
+  return false;
+}
+
+std::string ParamGroup::describe(std::size_t i) const { return concat("parameter ", parameters_[i].name, " of unit ", options_.unit); }
+
+void ParamGroup::readopt() {
+  const auto* storage = shard_.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    auto& parameter = parameters_[i];
+    auto* leaf = parameter.sharded.unsafeGetTensorImpl();
+    if (leaf->storage().unsafeGetStorageImpl() == storage && leaf->sizes() == parameter.home.sizes()) continue;
+    const at::Tensor& moved = parameter.sharded;
+    check_value(moved.scalar_type() == shard_.scalar_type() && moved.device() == shard_.device(), "fully_shard", describe(i), " became ",
+                moved.scalar_type(), " on ", moved.device(), ", want ", shard_.scalar_type(), " on ", shard_.device(),
+                ": Module::to sees only the shard. Convert the module before fully_shard, or set MixedPrecisionPolicy::param_dtype");
+    const bool local = moved.sizes() == parameter.home.sizes();
+    check_value(local || moved.sizes() == at::IntArrayRef(parameter.full_shape), "fully_shard", describe(i), " was replaced by a tensor of shape ",
+                moved.sizes(), ", want this rank's part ", parameter.home.sizes(), " or the whole ", at::IntArrayRef(parameter.full_shape));
+    at::NoGradGuard no_grad;
+    const at::Tensor values = moved.detach();
+    if (parameter.home.numel() > 0) parameter.home.copy_(local ? values : own_part(values, i));
+    parameter.sharded.mutable_grad() = at::Tensor();
+    parameter.sharded.set_data(parameter.home);
+  }
+}
+
+std::uint64_t ParamGroup::version() const {
+  std::uint64_t sum = shard_.unsafeGetTensorImpl()->version_counter().current_version();
+  for (const auto& parameter : parameters_) sum += parameter.sharded.unsafeGetTensorImpl()->version_counter().current_version();
+  return sum;
+}
+
+void ParamGroup::build_gather_copies() {
+  const int world = layout_.world();
+  if (layout_.in_place() || aliased_) return;
+  gathered_ = SwappedBuffer(layout_.shard_numel() * world, compute_, "[fully_shard] internal: gather buffer used after it was freed");
+  const at::Tensor flat = gathered_.flat();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const std::int64_t dim = layout_.parameter(i).shard_dim;
+    const std::int64_t chunk = layout_.slice(i, 0).numel;
+    if (chunk == 0) continue;
+    if (dim == 0) {
+      // Whole chunks of every rank, padding included, lie one after the other: one strided copy.
+      gather_places_.push_back(full_.flat().narrow(0, layout_.full_offset(i), chunk * world).view({world, chunk}));
+      gather_sources_.push_back(flat.view({world, layout_.shard_numel()}).narrow(1, layout_.slice(i, 0).shard_offset, chunk));
+      continue;
+    }
+    const at::Tensor whole = full_.flat().narrow(0, layout_.full_offset(i), layout_.numel(i)).view(parameters_[i].full_shape);
+    for (int rank = 0; rank < world; ++rank) {
+      const auto& slice = layout_.slice(i, rank);
+      if (slice.numel == 0) continue;
+      gather_places_.push_back(whole.narrow(dim, slice.start, slice.shape[static_cast<std::size_t>(dim)]));
+      gather_sources_.push_back(flat.narrow(0, rank * layout_.shard_numel() + slice.shard_offset, slice.numel).view(slice.shape));
+    }
+  }
+}
+
+void ParamGroup::start_gather(MemoryPool& pool) {
+  if (aliased_) return;
+  at::NoGradGuard no_grad;
+  const std::int64_t n = layout_.shard_numel();
+  if (layout_.world() == 1) {
+    full_.acquire(pool);
+    full_.flat().copy_(shard_);
+    return;
+  }
+  SwappedBuffer& buffer = layout_.in_place() ? full_ : gathered_;
+  buffer.acquire(pool);
+  // The cast to the compute dtype goes straight into this rank's slice, which is then sent from there.
+  const at::Tensor own = buffer.flat().narrow(0, rank_ * n, n);
+  own.copy_(shard_);
+  gather_ = options_.shard_comm.all_gather_single(buffer.flat(), own, {.label = options_.unit});
+}
+
+
+void ParamGroup::finish_gather(MemoryPool& pool) {
+  if (aliased_ || layout_.world() == 1) return;
+  gather_.wait();
+  if (layout_.in_place()) return;
+  at::NoGradGuard no_grad;
+  full_.acquire(pool);
+  at::_foreach_copy_(gather_places_, gather_sources_);
+  gathered_.release(pool);
+}
+
+void ParamGroup::drop_gather(MemoryPool& pool) {
+  if (gather_.pending()) gather_.wait();
+  gathered_.release(pool);
+  full_.release(pool);
+}
+
+void ParamGroup::free_full(MemoryPool& pool) { full_.release(pool); }
+
+}  // namespace hyper_parallel::fsdp

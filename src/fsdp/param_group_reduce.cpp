@@ -1,0 +1,255 @@
+// The gradient half of ParamGroup.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
+
+#include "fsdp/flat_tensor.h"
+#include "fsdp/param_group.h"
+
+namespace hyper_parallel::fsdp {
+
+ParamGroup::Pack ParamGroup::make_pack(at::ScalarType dtype) const {
+  const std::int64_t numel = layout_.shard_numel() * layout_.world();
+  const at::TensorOptions options = master_.dtype(dtype);
+  Pack pack;
+  pack.buffer = SwappedBuffer(numel, options, "[fully_shard] internal: reduce buffer used after it was freed");
+  if (layout_.world() > 1) pack.receive = SwappedBuffer(numel, options, "[fully_shard] internal: receive buffer used after it was freed");
+  pack.pieces = pack_pieces(pack.buffer.flat());
+  for (const auto& range : layout_.padding()) pack.padding.push_back(pack.buffer.flat().narrow(0, range.offset, range.numel));
+  return pack;
+}
+
+std::vector<ParamGroup::Piece> ParamGroup::pack_pieces(const at::Tensor& flat) const {
+  std::vector<Piece> pieces;
+  const int world = layout_.world();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& shape = parameters_[i].full_shape;
+    if (layout_.numel(i) == 0) continue;
+    if (layout_.in_place()) {
+      pieces.push_back({.parameter = i, .view = shape, .place = flat.narrow(0, layout_.full_offset(i), layout_.numel(i)).view(shape)});
+      if (shape.empty()) pieces.back().view = {1}, pieces.back().place = pieces.back().place.view({1});
+      continue;
+    }
+    const std::int64_t dim = layout_.parameter(i).shard_dim;
+    const auto& first = layout_.slice(i, 0);
+    if (dim == 0 && first.numel * world == layout_.numel(i)) {
+      Piece piece{.parameter = i, .view = {world, first.numel}};
+      piece.place = flat.view({world, layout_.shard_numel()}).narrow(1, first.shard_offset, first.numel);
+      pieces.push_back(std::move(piece));
+      continue;
+    }
+    for (int rank = 0; rank < world; ++rank) {
+      const auto& slice = layout_.slice(i, rank);
+      if (slice.numel == 0) continue;
+      const at::Tensor row = flat.narrow(0, rank * layout_.shard_numel() + slice.shard_offset, slice.numel);
+      if (shape.empty()) {
+        pieces.push_back({.parameter = i, .view = {1}, .place = row});
+      } else {
+        pieces.push_back({.parameter = i,
+                          .dim = dim,
+                          .start = slice.start,
+                          .length = slice.shape[static_cast<std::size_t>(dim)],
+                          .place = row.view(slice.shape)});
+      }
+    }
+  }
+  return pieces;
+}
+
+void ParamGroup::ensure_grad() {
+  if (grad_.defined()) return;
+  grad_ = allocate_flat(layout_.shard_numel(), master_, options_.shard_comm.allocator());
+  grad_.zero_();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& slice = layout_.slice(i, rank_);
+    parameters_[i].grad_home = grad_.narrow(0, slice.shard_offset, slice.numel).view(slice.shape);
+  }
+  if (alone()) return;
+  wire_ = make_pack(wire_dtype_);
+  if (accum_dtype_differs_) accumulation_ = make_pack(options_.reduce_dtype);
+  if (replicas_ > 1) {
+    const std::int64_t n = layout_.shard_numel();
+    const at::TensorOptions options = master_.dtype(options_.reduce_dtype);
+    partial_ = SwappedBuffer(n, options, "[fully_shard] internal: partial gradient used after it was freed");
+    exchange_ = SwappedBuffer(2 * replicas_ * ((n + replicas_ - 1) / replicas_), options, "[fully_shard] internal: exchange buffer used after it was freed");
+  }
+}
+
+/// Brings the flat gradient into the state that the leaves' .grad describe; true when the new result must be added to it.
+bool ParamGroup::prepare_grad() {
+  ensure_grad();
+  bool any = false;
+  for (const auto& parameter : parameters_) any = any || parameter.sharded.grad().defined();
+  if (!any) return false;
+  for (auto& parameter : parameters_) {
+    const at::Tensor& grad = parameter.sharded.grad();
+    if (!grad.defined()) {
+      parameter.grad_home.zero_();
+    } else if (grad.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() != grad_.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()) {
+      parameter.grad_home.copy_(grad.detach());
+      parameter.sharded.mutable_grad() = parameter.grad_home.variable_data();
+    }
+  }
+  return true;
+}
+
+void ParamGroup::check_gradients(const std::vector<at::Tensor>& gradients) const {
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    if (!gradients[i].defined()) continue;
+    check_value(gradients[i].layout() == at::kStrided, "fully_shard", "the gradient of ", describe(i), " is ", gradients[i].layout(),
+                ", want Strided: build the embedding with sparse(false)");
+  }
+}
+
+void ParamGroup::pack(Pack& pack, std::vector<at::Tensor>& gradients, bool add) {
+  sources_.clear();
+  places_.clear();
+  for (const Piece& piece : pack.pieces) {
+    const auto& parameter = parameters_[piece.parameter];
+    const at::Tensor& gradient = gradients[piece.parameter];
+    if (!gradient.defined() || !parameter.trainable) {
+      if (!add) piece.place.zero_();
+      continue;
+    }
+    sources_.push_back(piece.view.empty() ? gradient.narrow(piece.dim, piece.start, piece.length) : gradient.reshape(piece.view));
+    places_.push_back(piece.place);
+  }
+  if (!add) {
+    for (const at::Tensor& padding : pack.padding) padding.zero_();
+    if (!places_.empty()) at::_foreach_copy_(places_, sources_);
+  } else {
+    for (std::size_t i = 0; i < places_.size(); ++i) places_[i].add_(sources_[i]);
+  }
+  sources_.clear();
+  places_.clear();
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    if (gradients[i].defined() && parameters_[i].trainable) parameters_[i].present = true;
+    gradients[i].reset();  // dropped at once, so that the next backward can use the memory
+  }
+}
+
+/// World of one: straight into the flat gradient.
+void ParamGroup::reduce_alone(std::vector<at::Tensor>& gradients, bool add) {
+  sources_.clear();
+  places_.clear();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    auto& parameter = parameters_[i];
+    if (!gradients[i].defined() || !parameter.trainable) {
+      if (!add) parameter.grad_home.zero_();
+      continue;
+    }
+    parameter.present = true;
+    sources_.push_back(parameter.grad_home.sizes() == gradients[i].sizes() ? std::move(gradients[i])
+                                                                           : gradients[i].reshape(parameter.grad_home.sizes()));
+    places_.push_back(parameter.grad_home);
+    gradients[i].reset();
+  }
+  if (add) {
+    for (std::size_t i = 0; i < places_.size(); ++i) places_[i].add_(sources_[i]);
+  } else if (!places_.empty()) {
+    at::_foreach_copy_(places_, sources_);
+  }
+  sources_.clear();
+  places_.clear();
+}
+
+void ParamGroup::accumulate(std::vector<at::Tensor>& gradients, MemoryPool& pool) {
+  at::NoGradGuard no_grad;
+  check_gradients(gradients);
+  ensure_grad();
+  if (alone()) {
+    // Nothing is ever sent: the flat gradient itself is the accumulator.
+    reduce_alone(gradients, accumulated_ || prepare_grad());
+    accumulated_ = true;
+    return;
+  }
+  Pack& sum = accumulation();
+  if (!accumulated_) sum.buffer.acquire(pool);
+  pack(sum, gradients, accumulated_);
+  accumulated_ = true;
+}
+
+void ParamGroup::start_reduce(std::vector<at::Tensor>& gradients, MemoryPool& pool) {
+  at::NoGradGuard no_grad;
+  check_gradients(gradients);
+  check_internal(stage_ == Stage::kIdle, "fully_shard", "reduction of unit ", options_.unit, " started twice");
+  if (alone()) {
+    reduce_alone(gradients, accumulated_ || prepare_grad());
+    accumulated_ = false;
+    return;
+  }
+  add_to_grad_ = prepare_grad();
+  Pack& source = accumulated_ ? accumulation() : wire_;
+  if (!accumulated_) source.buffer.acquire(pool);
+  pack(source, gradients, accumulated_);
+  accumulated_ = false;
+  in_flight_ = &source;
+  stage_ = Stage::kReduceScatter;
+}
+
+void ParamGroup::launch_reduce(MemoryPool& pool) {
+  at::NoGradGuard no_grad;
+  if (stage_ != Stage::kReduceScatter) return;
+  Pack& source = *in_flight_;
+  const bool replicated = replicas_ > 1;
+  if (replicated) partial_.acquire(pool);
+  if (source.receive.defined()) source.receive.acquire(pool);
+  // Low-precision partial sums are averaged at once so that they stay in range; otherwise one scale at the very end.
+  const bool early = replicated && c10::elementSize(options_.reduce_dtype) < 4;
+  const double average = 1.0 / (static_cast<double>(layout_.world()) * replicas_);
+  const ReduceScatterOptions options{.scale = !replicated ? average : early ? 1.0 / layout_.world() : 1.0,
+                                     .accumulate = !replicated && add_to_grad_,
+                                     .workspace = source.receive.defined() ? &source.receive.flat() : nullptr,
+                                     .label = options_.unit};
+  reduction_ = options_.shard_comm.reduce_scatter_single(replicated ? partial_.flat() : grad_, source.buffer.flat(), options);
+}
+
+bool ParamGroup::advance_reduce(MemoryPool& pool) {
+  if (stage_ == Stage::kIdle) return false;
+  at::NoGradGuard no_grad;
+  reduction_.wait();
+  if (stage_ == Stage::kReduceScatter) {
+    in_flight_->buffer.release(pool);
+    in_flight_->receive.release(pool);
+    in_flight_ = nullptr;
+    if (replicas_ > 1) {
+      const bool early = c10::elementSize(options_.reduce_dtype) < 4;
+      const double average = early ? 1.0 / replicas_ : 1.0 / (static_cast<double>(layout_.world()) * replicas_);
+      exchange_.acquire(pool);
+      reduction_ = options_.replicate_comm.all_reduce(partial_.flat(),
+                                                      {.scale = average, .workspace = &exchange_.flat(), .label = options_.unit});
+      stage_ = Stage::kAllReduce;
+      return true;
+    }
+  } else {
+    if (add_to_grad_) {
+      grad_.add_(partial_.flat());
+    } else {
+      grad_.copy_(partial_.flat());
+    }
+    partial_.release(pool);
+    exchange_.release(pool);
+  }
+  stage_ = Stage::kIdle;
+  return false;
+}
+
+void ParamGroup::reset(MemoryPool& pool) {
+  if (reduction_.pending()) reduction_.wait();
+  for (Pack* pack : {&wire_, &accumulation_}) {
+    pack->buffer.release(pool);
+    pack->receive.release(pool);
+  }
+  partial_.release(pool);
+  exchange_.release(pool);
+  in_flight_ = nullptr;
+  stage_ = Stage::kIdle;
+  accumulated_ = false;
+  for (auto& parameter : parameters_) parameter.present = false;
+}
+
+void ParamGroup::install_grad(std::size_t i) {
+  auto& parameter = parameters_[i];
+  if (!parameter.sharded.grad().defined()) parameter.sharded.mutable_grad() = parameter.grad_home.variable_data();
+}
+
+}  // namespace hyper_parallel::fsdp

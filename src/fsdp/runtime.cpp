@@ -1,0 +1,214 @@
+#include "fsdp/runtime.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "fsdp/unit_impl.h"
+
+namespace hyper_parallel::fsdp {
+
+void Runtime::add(Unit& unit) {
+  unit.index = static_cast<int>(units_.size());
+  units_.push_back(&unit);
+  agreed_ = false;
+}
+
+void Runtime::remove(Unit& unit) {
+  std::erase(units_, &unit);
+  std::erase(in_flight_, &unit);
+  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->index = static_cast<int>(i);
+  // Learned orders speak of indices that are gone.
+  forward_orders_.clear();
+  forward_order_ = nullptr;
+  backward_order_ = {};
+  reduce_order_ = {};
+  first_forwards_.clear();
+  agreed_ = false;
+}
+
+void Runtime::absorb(Runtime& other) {
+  if (&other == this) return;
+  check_value(other.idle(), "fully_shard", "an inner unit is in the middle of a step, want it idle");
+  std::vector<Unit*> mine = std::move(units_);
+  units_ = std::exchange(other.units_, {});
+  units_.insert(units_.end(), mine.begin(), mine.end());
+  // Own unit last, units that were absorbed before stay in front of it.
+  if (mine.size() > 1) std::rotate(units_.begin(), units_.begin() + static_cast<std::ptrdiff_t>(units_.size() - mine.size()), units_.end() - 1);
+  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->index = static_cast<int>(i);
+  agreed_ = false;
+}
+
+void Runtime::agree() {
+  // One comparison per group of ranks, in the order in which the units name them.
+  std::vector<std::pair<Comm, std::vector<std::string>>> plans;
+  for (Unit* unit : units_) {
+    const Comm& comm = unit->data_parallel_comm();
+    auto plan = std::find_if(plans.begin(), plans.end(), [&](const auto& p) { return p.first.ranks() == comm.ranks(); });
+    if (plan == plans.end()) plan = plans.insert(plans.end(), {comm, {}});
+    unit->describe(plan->second);
+  }
+  for (const auto& [comm, lines] : plans) {
+    if (comm.size() > 1) comm.check_same("fully_shard", lines, {.label = "agreement of units"});
+  }
+  agreed_ = true;
+}
+
+void Runtime::begin_forward(Unit& unit) {
+  const bool inside_autograd = torch::autograd::get_current_graph_task_id() != -1;
+  // A backward that threw never reached its end; one that is running is a recomputation.
+  if (in_backward_ && !inside_autograd) reset();
+  if (!agreed_) agree();
+  if (depth_++ > 0 || in_backward_) return;
+  forward_order_ = &forward_orders_[unit.index];
+  forward_order_->begin();
+}
+
+void Runtime::look_ahead_forward(Unit& unit) {
+  if (in_backward_ || forward_order_ == nullptr) return;
+  if (std::find(first_forwards_.begin(), first_forwards_.end(), unit.index) == first_forwards_.end()) first_forwards_.push_back(unit.index);
+  if (const auto next = forward_order_->visit(unit.index)) prefetch(*next);
+}
+
+void Runtime::end_forward(bool completed) {
+  if (--depth_ > 0 || in_backward_ || forward_order_ == nullptr) return;
+  if (completed) {
+    forward_order_->finish();
+  } else {
+    forward_order_->abandon();
+  }
+  forward_order_ = nullptr;
+}
+
+void Runtime::prefetch(int index) { units_[static_cast<std::size_t>(index)]->start_unshard(); }
+
+void Runtime::enter_backward() {
+  if (in_backward_) return;
+  in_backward_ = true;
+  backward_order_.begin();
+  reduce_order_.begin();
+  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
+    if (const auto runtime = self.lock()) runtime->finish_backward();
+  });
+}
+
+void Runtime::look_ahead_backward(Unit& unit) {
+  const auto next = backward_order_.visit(unit.index);
+  if (next && units_[static_cast<std::size_t>(*next)]->unshard_in_backward) prefetch(*next);
+}
+
+std::vector<int> Runtime::expected_reductions() const {
+  if (reduce_order_.learned()) return reduce_order_.order();
+  return {first_forwards_.rbegin(), first_forwards_.rend()};
+}
+
+/// A unit that ran forward here and gets no gradient (its output is not part of this rank's loss) contributes zeros at its place in
+/// the order, because the ranks where it does get one reduce it there. `before` < 0: all that is left.
+void Runtime::catch_up(int before) {
+  const auto visit = [&](int index) {
+    Unit* unit = units_[static_cast<std::size_t>(index)];
+    if (!unit->owes_reduction || unit->reduced_in_backward || !unit->requires_gradient_sync || !unit->trainable()) return;
+    advance_reductions();
+    reduce_order_.visit(index);
+    unit->start_reduce(unit->no_gradients());
+    in_flight_.push_back(unit);
+  };
+  const std::vector<int> expected = expected_reductions();
+  const auto end = before < 0 ? expected.end() : std::find(expected.begin(), expected.end(), before);
+  if (before >= 0 && end == expected.end()) return;
+  for (auto it = expected.begin(); it != end; ++it) visit(*it);
+  if (before >= 0) return;
+  for (auto it = units_.rbegin(); it != units_.rend(); ++it) visit((*it)->index);
+}
+
+void Runtime::reduce(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients) {
+  if (unit.data_parallel_comm().size() > 1) catch_up(unit.index);
+  advance_reductions();
+  reduce_order_.visit(unit.index);
+  unit.start_reduce(gradients);
+  in_flight_.push_back(&unit);
+}
+
+/// One stage on for everything in flight: the buffers of the previous unit come back before this one takes its own.
+void Runtime::advance_reductions() {
+  for (auto it = in_flight_.begin(); it != in_flight_.end();) {
+    it = (*it)->advance_reduce() ? std::next(it) : in_flight_.erase(it);
+  }
+}
+
+void Runtime::drain_reductions() {
+  while (!in_flight_.empty()) advance_reductions();
+}
+
+void Runtime::finish_backward() {
+  at::NoGradGuard no_grad;
+  catch_up(-1);
+  drain_reductions();
+  install_gradients();
+  for (Unit* unit : units_) unit->end_backward();
+  backward_order_.finish();
+  reduce_order_.finish();
+  in_backward_ = false;
+}
+
+/// A parameter gets its .grad when any rank had a gradient for it: one bit per parameter, exchanged once per backward.
+void Runtime::install_gradients() {
+  struct Bit {
+    Unit* unit;
+    ParamGroup* group;
+    std::size_t parameter;
+  };
+  std::vector<std::pair<Comm, std::vector<Bit>>> exchanges;
+  for (Unit* unit : units_) {
+    if (!unit->reduced_in_backward) continue;
+    const Comm& comm = unit->data_parallel_comm();
+    auto exchange = std::find_if(exchanges.begin(), exchanges.end(), [&](const auto& e) { return e.first.ranks() == comm.ranks(); });
+    if (exchange == exchanges.end()) exchange = exchanges.insert(exchanges.end(), {comm, {}});
+    for (auto& group : unit->groups()) {
+      for (std::size_t i = 0; i < group->parameters().size(); ++i) exchange->second.push_back({unit, group.get(), i});
+    }
+  }
+  for (auto& [comm, bits] : exchanges) {
+    const auto world = static_cast<std::size_t>(comm.size());
+    const std::size_t bytes = (bits.size() + 7) / 8;
+    std::vector<std::uint8_t> any(bytes, 0);
+    for (std::size_t i = 0; i < bits.size(); ++i) {
+      if (bits[i].group->parameters()[bits[i].parameter].present) any[i / 8] |= static_cast<std::uint8_t>(1U << (i % 8));
+    }
+    if (world > 1 && bytes > 0) {
+      if (!presence_.defined() || presence_.numel() < static_cast<std::int64_t>(bytes)) {
+        presence_ = at::empty({static_cast<std::int64_t>(bytes)}, at::kByte);
+        all_presence_ = at::empty({static_cast<std::int64_t>(bytes * world)}, at::kByte);
+      }
+      const at::Tensor mine = presence_.narrow(0, 0, static_cast<std::int64_t>(bytes));
+      const at::Tensor all = all_presence_.narrow(0, 0, static_cast<std::int64_t>(bytes * world));
+      std::memcpy(mine.mutable_data_ptr(), any.data(), bytes);
+      comm.all_gather_single(all, mine, {.label = "gradients present"}).wait();
+      const auto* received = static_cast<const std::uint8_t*>(all.const_data_ptr());
+      for (std::size_t i = 0; i < bytes * world; ++i) any[i % bytes] |= received[i];
+    }
+    for (std::size_t i = 0; i < bits.size(); ++i) {
+      auto& parameter = bits[i].group->parameters()[bits[i].parameter];
+      if ((any[i / 8] >> (i % 8)) & 1U) bits[i].group->install_grad(bits[i].parameter);
+      parameter.present = false;
+    }
+  }
+}
+
+void Runtime::reset() {
+  in_flight_.clear();
+  for (Unit* unit : units_) unit->reset();
+  backward_order_.abandon();
+  reduce_order_.abandon();
+  if (forward_order_ != nullptr) forward_order_->abandon();
+  forward_order_ = nullptr;
+  in_backward_ = false;
+  depth_ = 0;
+}
+
+}  // namespace hyper_parallel::fsdp

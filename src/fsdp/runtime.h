@@ -1,0 +1,68 @@
+#pragma once
+// What the units of one tree share: memory pool, learned orders, reductions in flight, and the state of the backward.
+#include <deque>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "fsdp/buffer.h"
+#include "fsdp/learned_order.h"
+
+namespace hyper_parallel::fsdp {
+
+class Unit;
+
+/// Schedules the units of one tree. Order is program order: equal on all ranks that run the same program.
+class Runtime : public std::enable_shared_from_this<Runtime> {
+ public:
+  explicit Runtime(c10::Allocator* allocator) : pool_(allocator) {}
+
+  void add(Unit& unit);
+  void remove(Unit& unit);
+  /// Takes over all units of `other`, in front of this runtime's.
+  void absorb(Runtime& other);
+
+  [[nodiscard]] MemoryPool& pool() { return pool_; }
+  [[nodiscard]] const std::vector<Unit*>& units() const { return units_; }
+  [[nodiscard]] bool in_backward() const { return in_backward_; }
+  [[nodiscard]] bool idle() const { return !in_backward_ && depth_ == 0 && in_flight_.empty(); }
+
+  void begin_forward(Unit& unit);
+  /// After the unit is unsharded: starts the gather of the one that came next the last time.
+  void look_ahead_forward(Unit& unit);
+  void end_forward(bool completed);
+
+  /// First gradient of a backward: queues the end-of-backward callback, once.
+  void enter_backward();
+  void look_ahead_backward(Unit& unit);
+  void reduce(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients);
+  /// Drops everything that an aborted iteration left behind.
+  void reset();
+
+ private:
+  void agree();
+  void finish_backward();
+  void catch_up(int before);
+  void advance_reductions();
+  void drain_reductions();
+  void install_gradients();
+  void prefetch(int index);
+  [[nodiscard]] std::vector<int> expected_reductions() const;
+
+  MemoryPool pool_;
+  std::vector<Unit*> units_;
+  bool agreed_ = false;
+  int depth_ = 0;
+  bool in_backward_ = false;
+  std::map<int, LearnedOrder> forward_orders_;  // by outermost unit
+  LearnedOrder* forward_order_ = nullptr;
+  LearnedOrder backward_order_;
+  LearnedOrder reduce_order_;
+  std::vector<int> first_forwards_;  // units in order of their first forward
+  std::deque<Unit*> in_flight_;
+  at::Tensor presence_, all_presence_;
+};
+
+}  // namespace hyper_parallel::fsdp

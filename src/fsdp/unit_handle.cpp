@@ -1,0 +1,150 @@
+// The public face of a unit: handles and forward scopes.
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/alias.h>
+
+#include "fsdp/runtime.h"
+#include "fsdp/unit_impl.h"
+
+namespace hyper_parallel {
+namespace fsdp {
+
+void UnshardHandle::wait() {
+  if (const auto unit = unit_.lock()) unit->finish_unshard();
+  unit_.reset();
+}
+
+const std::string& UnitHandle::name() const { return unit_->name(); }
+bool UnitHandle::is_unsharded() const { return unit_->is_unsharded(); }
+
+UnshardHandle UnitHandle::unshard(bool async_op) const {
+  for (auto& group : unit_->groups()) group->readopt();
+  unit_->start_unshard();
+  if (async_op) return UnshardHandle(unit_);
+  unit_->finish_unshard();
+  return {};
+}
+
+void UnitHandle::reshard() const { unit_->reshard(); }
+
+namespace {
+
+std::vector<Unit*> reached(Unit& unit, bool recurse) {
+  std::vector<Unit*> units;
+  if (recurse) {
+    unit.subtree(units);
+  } else {
+    units.push_back(&unit);
+  }
+  return units;
+}
+
+}  // namespace
+
+void UnitHandle::set_requires_gradient_sync(bool requires_gradient_sync, bool recurse) const {
+  for (Unit* unit : reached(*unit_, recurse)) unit->requires_gradient_sync = requires_gradient_sync;
+}
+
+void UnitHandle::set_reshard_after_forward(bool reshard_after_forward, bool recurse) const {
+  for (Unit* unit : reached(*unit_, recurse)) unit->set_reshard_after_forward(reshard_after_forward);
+}
+
+void UnitHandle::set_unshard_in_backward(bool unshard_in_backward) const { unit_->unshard_in_backward = unshard_in_backward; }
+
+void UnitHandle::reset_iter_state() const { unit_->runtime().reset(); }
+
+void UnitHandle::zero_grad(bool set_to_none) const {
+  at::NoGradGuard no_grad;
+  for (Unit* unit : reached(*unit_, true)) {
+    for (auto& group : unit->groups()) {
+      for (auto& parameter : group->parameters()) {
+        at::Tensor& grad = parameter.sharded.mutable_grad();
+        if (!grad.defined()) continue;
+        if (set_to_none) {
+          grad = at::Tensor();
+        } else {
+          grad.zero_();
+        }
+      }
+    }
+  }
+}
+
+std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
+  std::vector<ShardedGroup> groups;
+  for (Unit* unit : reached(*unit_, recurse)) {
+    for (auto& group : unit->groups()) {
+      group->readopt();
+      ShardedGroup& result = groups.emplace_back();
+      result.shard = group->shard();
+      result.grad = group->grad();
+      result.shard_comm = group->options().shard_comm;
+      result.replicate_comm = group->options().replicate_comm;
+      result.trainable = group->trainable();
+      const int rank = result.shard_comm.rank();
+      for (std::size_t i = 0; i < group->parameters().size(); ++i) {
+        const ManagedParameter& parameter = group->parameters()[i];
+        const ParameterSlice& slice = group->layout().slice(i, rank);
+        result.parameters.push_back(
+            {unit->qualified(parameter.name), parameter.sharded, parameter.full_shape, slice.shard_offset, slice.numel});
+      }
+    }
+  }
+  return groups;
+}
+
+MemoryUse UnitHandle::memory_use() const {
+  MemoryUse use;
+  for (Unit* unit : reached(*unit_, true)) {
+    for (auto& group : unit->groups()) {
+      use.shards += group->shard_bytes();
+      use.gradients += group->grad_bytes();
+    }
+  }
+  use.pool = static_cast<std::int64_t>(unit_->runtime().pool().capacity());
+  return use;
+}
+
+Comm UnitHandle::data_parallel_comm() const { return unit_->data_parallel_comm(); }
+
+ForwardScope::ForwardScope(Unit& unit, int member) : unit_(unit), member_(member) { unit_.pre_forward(); }
+
+ForwardScope::~ForwardScope() {
+  if (finished_) return;
+  try {
+    unit_.post_forward(member_, false);
+  } catch (...) {  // the exception that is under way says what happened
+  }
+}
+
+void ForwardScope::finish() {
+  finished_ = true;
+  unit_.post_forward(member_, true);
+}
+
+bool ForwardScope::casts_inputs() const {
+  const MixedPrecisionPolicy& policy = unit_.options().mp_policy;
+  return policy.param_dtype.has_value() && policy.cast_forward_inputs;
+}
+
+at::Tensor ForwardScope::input(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.is_floating_point() || !casts_inputs()) return tensor;
+  return tensor.to(*unit_.options().mp_policy.param_dtype);
+}
+
+at::Tensor ForwardScope::output(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  const auto dtype = unit_.options().mp_policy.output_dtype;
+  at::Tensor result = dtype && tensor.is_floating_point() ? tensor.to(*dtype) : tensor;
+  if (!at::GradMode::is_enabled() || !result.requires_grad()) return result;
+  // An input passed through: a hook on the caller's own leaf would stay there for ever.
+  if (result.is_leaf()) result = at::alias(result);
+  result.register_hook([unit = unit_.weak_from_this()](const at::Tensor&) {
+    if (const auto alive = unit.lock()) alive->pre_backward();
+  });
+  return result;
+}
+
+}  // namespace fsdp
+}  // namespace hyper_parallel

@@ -1,0 +1,108 @@
+#pragma once
+// A unit: its groups, its autograd node, and the phases of a step.
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <hyper_parallel/fsdp/unit.h>
+
+#include "fsdp/param_group.h"
+
+namespace hyper_parallel::fsdp {
+
+class Runtime;
+class UnitNode;
+
+/// Parameters that are gathered and reduced together. One per fully_shard call; shared by every handle.
+class Unit : public std::enable_shared_from_this<Unit> {
+ public:
+  Unit(std::string name, const FullyShardOptions& options, Comm shard_comm, Comm replicate_comm, Comm data_parallel_comm);
+  ~Unit();
+  Unit(const Unit&) = delete;
+  Unit& operator=(const Unit&) = delete;
+
+  void add_groups(std::vector<ParameterSlot> slots, const std::vector<std::int64_t>& shard_dims);
+  /// Puts the units below `children` into this unit's tree.
+  void adopt(const std::vector<ChildUnit>& children);
+
+  // Phases, in the order of a step.
+  void pre_forward();
+  void post_forward(int member, bool completed);
+  void pre_backward();
+  void post_backward(std::vector<at::Tensor> gradients);
+  /// After the last gradient of a backward: back to the sharded state.
+  void end_backward();
+
+  void start_unshard();
+  void finish_unshard();
+  void reshard();
+  /// Packs `gradients` (zeros where undefined), frees the parameters and starts the reduction.
+  void start_reduce(std::vector<std::vector<at::Tensor>>& gradients);
+  /// Moves the reduction one stage on; false once it is complete.
+  [[nodiscard]] bool advance_reduce();
+  void reset();
+
+  [[nodiscard]] const std::string& name() const { return name_; }
+  [[nodiscard]] std::string qualified(const std::string& parameter) const;
+  [[nodiscard]] const FullyShardOptions& options() const { return options_; }
+  [[nodiscard]] std::vector<std::unique_ptr<ParamGroup>>& groups() { return groups_; }
+  [[nodiscard]] const Comm& data_parallel_comm() const { return data_parallel_comm_; }
+  /// Gradients by group and parameter: undefined between backwards.
+  [[nodiscard]] std::vector<std::vector<at::Tensor>>& no_gradients() { return gradients_; }
+  [[nodiscard]] Runtime& runtime() { return *runtime_; }
+  [[nodiscard]] bool is_root() const { return parent_ == nullptr; }
+  [[nodiscard]] bool is_unsharded() const { return state_ == State::kUnsharded; }
+  [[nodiscard]] bool trainable() const;
+  [[nodiscard]] std::size_t parameter_count() const;
+  /// What must be equal on all ranks, one line per parameter.
+  void describe(std::vector<std::string>& lines) const;
+  /// This unit and all below, children first, in wrap order.
+  void subtree(std::vector<Unit*>& units);
+
+  int members = 1;  ///< modules that form this unit
+
+  // Switches; see UnitHandle.
+  bool requires_gradient_sync = true;
+  bool unshard_in_backward = true;
+  void set_reshard_after_forward(bool value) { options_.reshard_after_forward = value; }
+
+  // Bookkeeping of the runtime.
+  int index = 0;
+  bool owes_reduction = false;         ///< ran a forward with gradients since its last reduction
+  bool reduced_in_backward = false;    ///< took part in a reduction of the backward that is running
+
+ private:
+  enum class State { kSharded, kUnsharding, kUnsharded };
+
+  void connect(ManagedParameter& parameter, std::size_t group, std::size_t index_in_group);
+  void sync_requires_grad();
+  void verify_once(bool& done, const char* what);
+  [[nodiscard]] bool reshards_after_forward() const;
+  [[nodiscard]] std::uint64_t version() const;
+
+  std::string name_;
+  FullyShardOptions options_;
+  Comm shard_comm_, replicate_comm_, data_parallel_comm_;
+  std::vector<std::unique_ptr<ParamGroup>> groups_;
+  c10::intrusive_ptr<UnitNode> node_;
+  struct NodeInput {
+    std::size_t group = 0, parameter = 0;
+  };
+  std::vector<NodeInput> node_inputs_;                 // by input number of the node
+  std::vector<std::vector<int>> input_of_parameter_;   // [group][parameter], -1: not connected yet
+  std::shared_ptr<Runtime> runtime_;
+  Unit* parent_ = nullptr;
+  std::vector<std::weak_ptr<Unit>> children_;
+  State state_ = State::kSharded;
+  std::uint64_t gathered_version_ = 0;
+  bool aliased_ = false;  ///< every group is: gathering does nothing
+  bool in_backward_ = false;
+  std::vector<int> members_run_;  ///< members that have run since the unit was gathered for the first of them
+  bool gather_verified_ = false;
+  bool reduce_verified_ = false;
+  std::vector<std::vector<at::Tensor>> gradients_;  // by group and parameter, empty between backwards
+};
+
+}  // namespace hyper_parallel::fsdp

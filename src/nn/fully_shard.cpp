@@ -1,0 +1,149 @@
+// Maps torch::nn modules onto the engine's slots.
+#include <hyper_parallel/nn/fully_shard.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include <torch/nn/modules/container/parameterdict.h>
+#include <torch/nn/modules/container/parameterlist.h>
+#include <torch/nn/modules/embedding.h>
+
+namespace hyper_parallel {
+namespace {
+
+using torch::nn::Module;
+
+constexpr std::string_view kOp = "fully_shard";
+
+/// Registered parameters are reached through the protected member.
+struct Access : Module {
+  static auto& parameters(Module& module) { return module.*(&Access::parameters_); }
+};
+
+struct Collected {
+  std::vector<fsdp::ParameterSlot> slots;
+  std::vector<fsdp::ChildUnit> children;
+};
+
+class Collector {
+ public:
+  explicit Collector(const FullyShardOptions& options) {
+    for (const at::Tensor& parameter : options.ignored_params) {
+      check_value(parameter.defined(), kOp, "ignored_params has an undefined tensor, want parameters of the module");
+      ignored_.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+
+  void collect(Module& module, const std::string& prefix, bool top) {
+    if (!visited_.insert(&module).second) return;
+    auto* hooked = dynamic_cast<nn::HookedBase*>(&module);
+    const bool inner_unit = !top && hooked != nullptr && hooked->unit() != nullptr;
+    if (inner_unit) {
+      const auto known = std::any_of(result_.children.begin(), result_.children.end(),
+                                     [&](const fsdp::ChildUnit& child) { return child.unit == hooked->unit(); });
+      if (!known) result_.children.push_back({hooked->unit(), prefix.substr(0, prefix.size() - 1)});
+    }
+    inside_ += inner_unit ? 1 : 0;
+    if (inside_ == 0) take_parameters(module, prefix);
+    for (const auto& child : module.named_children()) collect(*child.value(), prefix + child.key() + '.', false);
+    inside_ -= inner_unit ? 1 : 0;
+  }
+
+  [[nodiscard]] Collected take() { return std::move(result_); }
+
+ private:
+  void take_parameters(Module& module, const std::string& prefix) {
+    auto& parameters = Access::parameters(module);
+    for (auto& entry : parameters) {
+      const at::Tensor& parameter = entry.value();
+      if (!parameter.defined() || ignored_.contains(parameter.unsafeGetTensorImpl())) continue;
+      check_value(dynamic_cast<torch::nn::ParameterListImpl*>(&module) == nullptr && dynamic_cast<torch::nn::ParameterDictImpl*>(&module) == nullptr,
+                  kOp, "parameter ", prefix, entry.key(), " is in a ParameterList or ParameterDict, which would hand the shard to forward: ",
+                  "register it with register_parameter and keep the returned tensor");
+      auto install = [&module, key = entry.key()](const at::Tensor& sharded) { Access::parameters(module)[key] = sharded; };
+      const auto [place, added] = slot_of_.emplace(parameter.unsafeGetTensorImpl(), result_.slots.size());
+      if (added) {
+        result_.slots.push_back({prefix + entry.key(), parameter, {}});
+      }
+      result_.slots[place->second].install.emplace_back(std::move(install));
+    }
+  }
+
+  Collected result_;
+  std::unordered_set<const void*> ignored_;
+  std::unordered_set<const Module*> visited_;
+  std::unordered_map<const void*, std::size_t> slot_of_;
+  int inside_ = 0;
+};
+
+nn::HookedBase& hooks_of(Module& module) {
+  auto* hooked = dynamic_cast<nn::HookedBase*>(&module);
+  check_value(hooked != nullptr, kOp, "module ", module.name(), " has no hooks, want one declared with HP_MODULE (library modules: hyper_parallel::nn::",
+              "Linear, Embedding, LayerNorm, or HP_MODULE_IMPL)");
+  check_value(hooked->unit() == nullptr, kOp, "module ", module.name(), " is already a unit, want fully_shard once per module");
+  return *hooked;
+}
+
+bool is_below(const Module& module, const Module& ancestor) {
+  const auto children = ancestor.children();
+  return std::any_of(children.begin(), children.end(),
+                     [&](const auto& child) { return child.get() == &module || is_below(module, *child); });
+}
+
+/// "BlockImpl" -> "Block"; names of hooked types are the mangled template, so ask the user's class.
+std::string display_name(const Module& module) {
+  std::string name = module.name();
+  if (const auto begin = name.find("Hooked<"); begin != std::string::npos) {
+    name = name.substr(begin + 7);
+    name = name.substr(0, name.find(','));
+  }
+  if (const auto scope = name.rfind("::"); scope != std::string::npos) name = name.substr(scope + 2);
+  if (name.ends_with("Impl")) name.resize(name.size() - 4);
+  return name;
+}
+
+}  // namespace
+
+HSDPModule HSDPModule::of(const std::shared_ptr<Module>& module) {
+  check_value(module != nullptr, "HSDPModule::of", "module is null");
+  auto* hooked = dynamic_cast<nn::HookedBase*>(module.get());
+  check_value(hooked != nullptr && hooked->unit() != nullptr, "HSDPModule::of", "module ", module->name(), " is not sharded, want one after fully_shard");
+  return {module, hooked->unit()};
+}
+
+std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& modules, const FullyShardOptions& options) {
+  check_value(!modules.empty(), kOp, "list of modules is empty, want at least one");
+  for (std::size_t i = 0; i < modules.size(); ++i) check_value(modules[i] != nullptr, kOp, "list element ", i, " is no module (null)");
+
+  std::vector<std::shared_ptr<Module>> roots;
+  for (const auto& module : modules) {
+    const bool below = std::any_of(modules.begin(), modules.end(), [&](const auto& other) { return other != module && is_below(*module, *other); });
+    if (!below && std::find(roots.begin(), roots.end(), module) == roots.end()) roots.push_back(module);
+  }
+  Collector collector(options);
+  std::vector<nn::HookedBase*> hooks;
+  for (std::size_t i = 0; i < roots.size(); ++i) {
+    hooks.push_back(&hooks_of(*roots[i]));
+    collector.collect(*roots[i], roots.size() == 1 ? "" : concat(i, '.'), true);
+  }
+  Collected collected = collector.take();
+  const auto unit = fsdp::make_unit(display_name(*roots.front()), std::move(collected.slots), options, collected.children, static_cast<int>(roots.size()));
+  for (std::size_t i = 0; i < hooks.size(); ++i) hooks[i]->set_unit(unit, static_cast<int>(i));
+
+  if (roots.size() == 1 && dynamic_cast<torch::nn::EmbeddingImpl*>(roots.front().get()) != nullptr) {
+    fsdp::UnitHandle(unit).set_unshard_in_backward(false);  // the gradient of a look-up does not read the table
+  }
+  std::vector<HSDPModule> handles;
+  handles.reserve(modules.size());
+  for (const auto& module : modules) handles.emplace_back(module, unit);
+  return handles;
+}
+
+HSDPModule fully_shard(const std::shared_ptr<Module>& module, const FullyShardOptions& options) {
+  check_value(module != nullptr, kOp, "module is null, want a torch::nn module");
+  return fully_shard(std::vector<std::shared_ptr<Module>>{module}, options).front();
+}
+
+}  // namespace hyper_parallel
