@@ -6,15 +6,11 @@
 #include <string>
 #include <vector>
 
-#include <c10/core/ScalarType.h>
+#include <ATen/core/Tensor.h>
 
 #include <hyper_parallel/core/error.h>
 #include <hyper_parallel/fsdp/group_layout.h>
 #include <hyper_parallel/mesh/device_mesh.h>
-
-namespace at {
-class Tensor;
-}
 
 namespace hyper_parallel {
 
