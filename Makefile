@@ -16,7 +16,7 @@ BENCH_ARGS ?=
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: help setup configure build demo test bench check format install clean
+.PHONY: help setup configure build demo test bench check format tidy install clean
 
 help:
 	@echo 'make demo     train the demo model on two ranks (first time: set-up and build)'
@@ -25,6 +25,7 @@ help:
 	@echo 'make setup    install what is missing: packages, .venv, torch (HP_TORCH=... reuses one)'
 	@echo 'make build    build everything into $(BUILD)/ (BUILD=, BUILD_TYPE=, JOBS=)'
 	@echo 'make check    formatting, header tiers, documents; make format to fix the first'
+	@echo 'make tidy     clang-tidy 14 over the library (slow)'
 	@echo 'make install  install into PREFIX=$(PREFIX)'
 	@echo 'make clean    remove $(BUILD)/'
 
@@ -55,6 +56,9 @@ check: setup
 
 format:
 	@tools/check_format.py --fix
+
+tidy: build
+	@clang-tidy-14 -p $(BUILD) --quiet $$(find src -name '*.cpp' -not -path 'src/train/*')
 
 install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)
