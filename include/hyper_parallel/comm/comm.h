@@ -29,7 +29,7 @@ enum class ReduceOp { kSum, kAvg, kProduct, kMin, kMax };
 class [[nodiscard, gnu::visibility("default")]] Work {  // g++ takes no HP_API after [[nodiscard]] on a class
  public:
   Work() = default;  ///< nothing to wait for
-  Work(Work&&) noexcept = default;
+  Work(Work &&) noexcept = default;
   Work& operator=(Work&&) noexcept = default;
   ~Work();
 
@@ -50,14 +50,14 @@ class [[nodiscard, gnu::visibility("default")]] Work {  // g++ takes no HP_API a
 
 /// Options of every operation.
 struct CommOptions {
-  std::string_view label = {};                            ///< who asks, e.g. a unit's name: shown in errors and in the flight recorder
+  std::string_view label = {};  ///< who asks, e.g. a unit's name: shown in errors and in the flight recorder
   std::optional<std::chrono::milliseconds> timeout = {};  ///< default: the group's
 };
 
 struct ReduceScatterOptions {
   ReduceOp op = ReduceOp::kSum;
-  double scale = 1.0;        ///< multiplies the reduced result (with kAvg after the division by the group size)
-  bool accumulate = false;   ///< add the result to `output` instead of overwriting it
+  double scale = 1.0;       ///< multiplies the reduced result (with kAvg after the division by the group size)
+  bool accumulate = false;  ///< add the result to `output` instead of overwriting it
   /// Receive space of at least `input.numel()` elements of input's dtype; allocated when null. Must stay untouched until `wait`.
   const at::Tensor* workspace = nullptr;
   std::string_view label = {};
@@ -67,7 +67,7 @@ struct ReduceScatterOptions {
 struct AllReduceOptions {
   ReduceOp op = ReduceOp::kSum;
   double scale = 1.0;
-  const at::Tensor* workspace = nullptr;  ///< at least 2 * size * ceil(numel / size) elements; allocated when null
+  const at::Tensor* workspace = nullptr;  ///< at least size * ceil(numel / size) elements; allocated when null
   std::string_view label = {};
   std::optional<std::chrono::milliseconds> timeout = {};
 };
@@ -102,7 +102,8 @@ class HP_API Comm {
   /// Global ranks of the members, by group rank.
   [[nodiscard]] const std::vector<int>& ranks() const;
 
-  /// output[r * n .. (r+1) * n) = input of rank r, n = input.numel(). `input` may be this rank's slice of `output` (no copy then).
+  /// output[r * n .. (r+1) * n) = input of rank r, n = input.numel(). `input` may be this rank's slice of `output` (no copy
+  /// then).
   Work all_gather_single(const at::Tensor& output, const at::Tensor& input, const CommOptions& options = {}) const;
   /// Like all_gather_single with one numel per rank (zeros allowed), laid one after the other in `output`.
   Work all_gather_v(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> sizes,
@@ -116,17 +117,20 @@ class HP_API Comm {
   Work all_to_all_single(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> output_sizes = {},
                          std::span<const std::int64_t> input_sizes = {}, const CommOptions& options = {}) const;
   Work broadcast(const at::Tensor& tensor, int root, const CommOptions& options = {}) const;
-  Work scatter(const at::Tensor& output, const at::Tensor& input, int root, const CommOptions& options = {}) const;  ///< input read on root only
-  Work send(const at::Tensor& tensor, int peer, const CommOptions& options = {}) const;     ///< local pair: matched by the peer's recv
+  Work scatter(const at::Tensor& output, const at::Tensor& input, int root,
+               const CommOptions& options = {}) const;  ///< input read on root only
+  Work send(const at::Tensor& tensor, int peer,
+            const CommOptions& options = {}) const;  ///< local pair: matched by the peer's recv
   Work recv(const at::Tensor& tensor, int peer, const CommOptions& options = {}) const;
   void barrier(const CommOptions& options = {}) const;
 
   /// Strings of all ranks, by group rank. Collective, blocking.
   [[nodiscard]] std::vector<std::string> all_gather_string(const std::string& mine, const CommOptions& options = {}) const;
-  /// Every rank passes its own error text (empty: fine). If any is not empty, all ranks throw Error with the first one and its rank.
+  /// Every rank passes its own error text (empty: fine). If any is not empty, all ranks throw Error with the first one and its
+  /// rank.
   void agree(std::string_view op, const std::string& error, const CommOptions& options = {}) const;
-  /// All ranks must pass equal lines. Otherwise all ranks throw ValueError naming the first line that differs, with both versions and ranks.
-  /// Cheap when equal: 16 bytes per peer.
+  /// All ranks must pass equal lines. Otherwise all ranks throw ValueError naming the first line that differs, with both versions
+  /// and ranks. Cheap when equal: 16 bytes per peer.
   void check_same(std::string_view op, const std::vector<std::string>& lines, const CommOptions& options = {}) const;
 
   [[nodiscard]] CommCounters counters() const;
@@ -139,8 +143,10 @@ class HP_API Comm {
   struct Impl;  // src/comm
   explicit Comm(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
   [[nodiscard]] Impl& impl() const { return *impl_; }
+  [[nodiscard]] const std::shared_ptr<Impl>& shared_impl() const { return impl_; }
 
-  /// A group of `size` ranks without peers: data from others is this rank's own. For dry runs and host-time measurements of any size.
+  /// A group of `size` ranks without peers: data from others is this rank's own. For dry runs and host-time measurements of any
+  /// size.
   [[nodiscard]] static Comm fake(int rank, int size);
 
  private:

@@ -3,13 +3,14 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include <c10/util/intrusive_ptr.h>
 
 #include <hyper_parallel/core/error.h>
 
-namespace c10d {
-class Store;
+namespace c10 {
+struct Allocator;
 }
 
 namespace hyper_parallel {
@@ -17,13 +18,17 @@ namespace hyper_parallel {
 class Comm;
 
 struct InitOptions {
-  std::string backend;  ///< "gloo", "nccl"; empty: chosen by the device of a mesh
+  std::string backend = {};                                          ///< "gloo", "nccl"; empty: chosen by the device of a mesh
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< of every collective unless it says otherwise
   /// Rank threads and tests give these; by default they come from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
   int rank = -1;
   int world_size = -1;
   int local_rank = -1;
-  c10::intrusive_ptr<c10d::Store> store;
+  /// A c10d::Store through which the ranks meet; used for one world only (wrap it in a PrefixStore for another).
+  c10::intrusive_ptr<c10::intrusive_ptr_target> store = {};
+  /// Where buffers that groups send from and receive into get their memory. Default: torch's CPU allocator. Must outlive the
+  /// world.
+  c10::Allocator* allocator = nullptr;
 };
 
 /// The ranks that were launched together; a cheap handle. A thread has at most one current world.
@@ -40,7 +45,7 @@ class HP_API World {
 
   struct Impl;  // src/comm
   explicit World(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
-  [[nodiscard]] Impl& impl() const { return *impl_; }
+  [[nodiscard]] const std::shared_ptr<Impl>& shared_impl() const { return impl_; }
 
  private:
   std::shared_ptr<Impl> impl_;
@@ -57,5 +62,8 @@ HP_API World init_process_group(const InitOptions& options = {});
 HP_API void destroy_process_group();
 [[nodiscard]] HP_API int get_rank();
 [[nodiscard]] HP_API int get_world_size();
+/// Whether this build has a backend for tensors on `device_type`. "cpu" has Gloo; "cuda" has none yet (its seam:
+/// src/comm/backend.h).
+[[nodiscard]] HP_API bool supports(std::string_view device_type);
 
 }  // namespace hyper_parallel

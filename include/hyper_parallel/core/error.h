@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include <hyper_parallel/core/export.h>
 
@@ -36,19 +37,18 @@ class HP_API CheckpointError : public Error {
 
 /// What a failed collective was doing.
 struct CommFailure {
-  std::string operation;     ///< e.g. "all_gather_single"
-  std::string label;         ///< who asked for it, e.g. the name of a unit
-  std::string group;         ///< name of the process group
+  std::string operation;       ///< e.g. "all_gather_single"
+  std::string label;           ///< who asked for it, e.g. the name of a unit
+  std::string group;           ///< name of the process group
   std::uint64_t sequence = 0;  ///< position of the operation in its group, from 1
-  std::int64_t bytes = 0;    ///< payload bytes of the whole operation on this rank
-  int peer = -1;             ///< group rank of the peer that failed, -1 when unknown
+  std::int64_t bytes = 0;      ///< payload bytes of the whole operation on this rank
+  int peer = -1;               ///< group rank of the peer that failed, -1 when unknown
 };
 
 /// A collective failed: a peer died, disagreed or did not answer.
 class HP_API CommError : public Error {
  public:
-  CommError(const std::string& message, CommFailure failure)
-      : Error(message), failure_(std::move(failure)) {}
+  CommError(const std::string& message, CommFailure failure) : Error(message), failure_(std::move(failure)) {}
   [[nodiscard]] const CommFailure& failure() const noexcept { return failure_; }
 
  private:

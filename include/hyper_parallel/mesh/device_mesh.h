@@ -25,14 +25,14 @@ class HP_API DeviceMesh {
   DeviceMesh() = default;
 
   [[nodiscard]] bool defined() const noexcept { return impl_ != nullptr; }
-  [[nodiscard]] const std::string& device_type() const;   ///< "cpu", "cuda"
+  [[nodiscard]] const std::string& device_type() const;  ///< "cpu", "cuda"
   [[nodiscard]] std::int64_t ndim() const;
   [[nodiscard]] const std::vector<std::int64_t>& shape() const;
   [[nodiscard]] const std::vector<std::string>& mesh_dim_names() const;  ///< empty strings are never present
   /// Global ranks, row-major over `shape()`.
   [[nodiscard]] const std::vector<int>& ranks() const;
-  [[nodiscard]] std::int64_t size() const;                      ///< number of ranks
-  [[nodiscard]] std::int64_t size(std::int64_t axis) const;     ///< negative axes count from the end
+  [[nodiscard]] std::int64_t size() const;                   ///< number of ranks
+  [[nodiscard]] std::int64_t size(std::int64_t axis) const;  ///< negative axes count from the end
   /// Position of axis `name`; ValueError lists the axes when it is unknown.
   [[nodiscard]] std::int64_t axis(std::string_view name) const;
   /// This rank's coordinate, nullopt when it is not part of the mesh.
@@ -40,7 +40,8 @@ class HP_API DeviceMesh {
   [[nodiscard]] int get_local_rank(std::int64_t axis = 0) const;
   [[nodiscard]] int get_local_rank(std::string_view axis) const;
 
-  /// The sub-mesh of one axis, or of several in mesh order, that contains this rank. ValueError: unknown, repeated or re-ordered names.
+  /// The sub-mesh of one axis, or of several in mesh order, that contains this rank. ValueError: unknown, repeated or re-ordered
+  /// names.
   [[nodiscard]] DeviceMesh operator[](std::string_view name) const;
   [[nodiscard]] DeviceMesh operator[](const std::vector<std::string>& names) const;
   /// A 1-D mesh over all ranks of this one. The default name joins the axis names with '_'.
@@ -69,7 +70,8 @@ class HP_API DeviceMesh {
   std::shared_ptr<const Impl> impl_;
 };
 
-/// Arranges all ranks of the calling thread's world in a box: product of `shape` must be the world size. Local (no communication).
+/// Arranges all ranks of the calling thread's world in a box: product of `shape` must be the world size. Local (no
+/// communication).
 ///
 /// \param device_type "cpu" or "cuda"
 /// \param names one unique, non-empty name per axis; default {"dp"} for one axis, otherwise required

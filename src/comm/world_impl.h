@@ -1,0 +1,39 @@
+#pragma once
+// What a World points to, and how groups are made.
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <hyper_parallel/comm/comm.h>
+#include <hyper_parallel/comm/world.h>
+
+namespace hyper_parallel {
+
+class Transport;
+
+struct World::Impl {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  std::chrono::milliseconds timeout{};
+  std::string backend;
+  c10::intrusive_ptr<c10::intrusive_ptr_target> store;  ///< c10d::Store; null in a world of one
+  c10::Allocator* allocator = nullptr;
+  bool one_host = false;  ///< all ranks run on this host: connect through loopback
+
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<Comm::Impl>> groups;  ///< by device type and rank list
+  std::shared_ptr<void> device;                               ///< the transport's network device, shared by the groups
+};
+
+/// The group of `ranks` (global, in group order) in `world`: found in the cache or made. Collective among `ranks` when made.
+/// ValueError when this rank is not listed or the device has no backend; CommError when a member does not come.
+std::shared_ptr<Comm::Impl> find_or_make_group(const std::shared_ptr<World::Impl>& world, std::string_view device_type,
+                                               const std::vector<int>& ranks, const std::string& name);
+
+/// Gloo's pairs among `ranks`, which meet in `world`'s store under `key`.
+std::unique_ptr<Transport> make_gloo_transport(World::Impl& world, const std::string& key, int group_rank, int group_size);
+
+}  // namespace hyper_parallel
