@@ -42,6 +42,15 @@ std::vector<Unit*> reached(Unit& unit, bool recurse) {
 
 }  // namespace
 
+void UnitHandle::visit(bool recurse, const std::function<void(Unit&, ParamGroup&, std::size_t)>& f) const {
+  for (Unit* unit : reached(*unit_, recurse)) {
+    for (auto& group : unit->groups()) {
+      group->readopt();
+      for (std::size_t i = 0; i < group->parameters().size(); ++i) f(*unit, *group, i);
+    }
+  }
+}
+
 void UnitHandle::set_requires_gradient_sync(bool requires_gradient_sync, bool recurse) const {
   for (Unit* unit : reached(*unit_, recurse)) unit->requires_gradient_sync = requires_gradient_sync;
 }

@@ -20,6 +20,7 @@ class DTensor;
 
 namespace fsdp {
 
+class ParamGroup;
 class Unit;
 
 /// A parameter on its way into a unit.
@@ -109,7 +110,10 @@ class HP_API UnitHandle {
 
   [[nodiscard]] const std::shared_ptr<Unit>& unit() const noexcept { return unit_; }
 
- protected:
+ private:
+  /// Calls f(unit, group, parameter index) for every managed parameter, after its leaf was checked.
+  void visit(bool recurse, const std::function<void(Unit&, ParamGroup&, std::size_t)>& f) const;
+
   std::shared_ptr<Unit> unit_;
 };
 

@@ -1,0 +1,46 @@
+// Managed parameters and gradients as distributed tensors.
+#include <utility>
+
+#include <hyper_parallel/dtensor/dtensor.h>
+
+#include "fsdp/unit_impl.h"
+
+namespace hyper_parallel::fsdp {
+namespace {
+
+Placement shard_placement(const GroupLayout& layout, std::size_t i) {
+  if (layout.kind() == ShardLayout::kRagged) return RaggedShard(layout.ragged_dims(i), layout.ragged_units(i));
+  if (!layout.parameter(i).shape.empty()) return Shard(layout.parameter(i).shard_dim);
+  std::vector<std::int64_t> units(static_cast<std::size_t>(layout.world()), 0);
+  units[0] = 1;
+  return RaggedShard(0, units);
+}
+
+DTensor wrap(const at::Tensor& local, const Unit& unit, const ParamGroup& group, std::size_t i) {
+  std::vector<Placement> placements;
+  if (unit.options().mesh.ndim() == 2) placements.push_back(Replicate());
+  placements.push_back(shard_placement(group.layout(), i));
+  return DTensor::from_local(local, unit.options().mesh, placements, {.shape = group.parameters()[i].full_shape});
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, DTensor>> UnitHandle::named_dtensors(bool recurse) const {
+  std::vector<std::pair<std::string, DTensor>> result;
+  visit(recurse, [&](Unit& unit, ParamGroup& group, std::size_t i) {
+    const ManagedParameter& parameter = group.parameters()[i];
+    result.emplace_back(unit.qualified(parameter.name), wrap(parameter.sharded.detach(), unit, group, i));
+  });
+  return result;
+}
+
+std::vector<std::pair<std::string, DTensor>> UnitHandle::named_grad_dtensors(bool recurse) const {
+  std::vector<std::pair<std::string, DTensor>> result;
+  visit(recurse, [&](Unit& unit, ParamGroup& group, std::size_t i) {
+    const ManagedParameter& parameter = group.parameters()[i];
+    if (parameter.sharded.grad().defined()) result.emplace_back(unit.qualified(parameter.name), wrap(parameter.sharded.grad(), unit, group, i));
+  });
+  return result;
+}
+
+}  // namespace hyper_parallel::fsdp
