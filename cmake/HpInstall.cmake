@@ -5,9 +5,8 @@ include(CMakePackageConfigHelpers)
 
 set(hp_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/hyper_parallel)
 
-install(TARGETS hyper_parallel EXPORT hyper_parallelTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
-install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h"
-  PATTERN "train" EXCLUDE)  # the parts of hp-train are no library for others
+install(TARGETS hyper_parallel EXPORT hyper_parallelTargets
+  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(EXPORT hyper_parallelTargets NAMESPACE hyper_parallel:: DESTINATION ${hp_package_dir})
 foreach(program hp-train hp-ckpt hp-plan)
   if(TARGET ${program})

@@ -46,9 +46,9 @@ int main() {
 
   torch::manual_seed(1 + hp::get_rank());  // different data on each rank
   double first = 0, last = 0;
-  for (int step = 0; step < 60; ++step) {
+  for (int step = 0; step < 100; ++step) {
     const auto x = torch::randn({64, 32});
-    const auto y = torch::sin(x.sum(1, /*keepdim=*/true));
+    const auto y = x.slice(1, 0, 4).abs().sum(1, /*keepdim=*/true);
     const auto loss = torch::mse_loss(model(x), y);
     loss.backward();  // gradients are averaged over the ranks, each keeps its part
     const double norm = hp::clip_grad_norm_(root, 1.0);
@@ -56,8 +56,8 @@ int main() {
     optimizer.zero_grad();
     last = loss.item<double>();
     if (step == 0) first = last;
-    if (hp::get_rank() == 0 && step % 10 == 9) std::printf("step %2d  loss %.4f  grad norm %.3f\n", step + 1, last, norm);
+    if (hp::get_rank() == 0 && step % 20 == 19) std::printf("step %3d  loss %.4f  grad norm %.3f\n", step + 1, last, norm);
   }
   hp::destroy_process_group();
-  return last < 0.8 * first ? 0 : 1;
+  return last < 0.2 * first ? 0 : 1;
 }

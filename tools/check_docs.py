@@ -79,10 +79,9 @@ def extract(directory):
     for path in compiled_documents():
         if not path.exists():
             continue
-        for index, (language, kind, body) in enumerate(FENCE.findall(path.read_text())):
-            if language != "cpp":
-                continue
-            source = directory / f"{path.stem.lower()}_{index}.cpp"
+        blocks = [(kind, body) for language, kind, body in FENCE.findall(path.read_text()) if language == "cpp"]
+        for index, (kind, body) in enumerate(blocks, start=1):
+            source = directory / f"{re.sub('[^a-z0-9]', '_', path.stem.lower())}_{index}.cpp"
             text = f"// From {path.relative_to(ROOT)}\n{program(kind, body)}"
             if not source.exists() or source.read_text() != text:
                 source.write_text(text)

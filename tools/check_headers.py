@@ -128,6 +128,14 @@ def check_file(path):
     return problems
 
 
+def check_installed(files):
+    """Every public header outside train is in cmake/HpHeaders.cmake, and nothing else is."""
+    listed = set(re.findall(r"\}/(include/\S+\.h)", (ROOT / "cmake" / "HpHeaders.cmake").read_text()))
+    present = {str(path) for path in files if path.parts[0] == "include" and module_of(path) != "train"}
+    return [f"{header}: not in cmake/HpHeaders.cmake, so it would not be installed" for header in sorted(present - listed)] + [
+        f"cmake/HpHeaders.cmake: {header} does not exist" for header in sorted(listed - present)]
+
+
 def our_files():
     suffixes = {".h", ".cpp", ".hpp", ".cc"}
     for top in ("include", "src", "apps", "examples", "tests", "bench"):
@@ -171,7 +179,7 @@ def main():
     options = parser.parse_args()
 
     files = list(our_files())
-    problems = [problem for path in files for problem in check_file(path)]
+    problems = [problem for path in files for problem in check_file(path)] + check_installed(files)
     compiled = 0
     if options.compile:
         flags = library_flags(options.compile)
