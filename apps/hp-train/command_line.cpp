@@ -30,10 +30,10 @@ CommandLine parse_command_line(int argc, const char* const* argv) {
   std::vector<std::string> values(fields.size());
   std::vector<CLI::Option*> options;
   for (std::size_t i = 0; i < fields.size(); ++i) {
-    CLI::Option* option = app.add_option(concat("--", fields[i].section, '.', fields[i].key), values[i], fields[i].help);
-    option->group(concat('[', fields[i].section, ']'))
-        ->type_name(fields[i].value)
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+    const train::FieldInfo& field = fields[i];
+    CLI::Option* option =
+        app.add_option(concat("--", field.section, '.', field.key), values[i], concat(field.help, " [", field.value, ']'));
+    option->group(concat('[', field.section, ']'))->type_name("VALUE")->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
     options.push_back(option);
   }
   // What remains is checked here, so that a mistyped key is answered with the keys of its section.

@@ -52,10 +52,7 @@ void run(const hp::apps::CommandLine& line) {
     if (!config) throw hp::ValueError(mistake);
   });
   const hp::train::TrainResult result = hp::train::run_training(*config, world);
-  if (world.rank() == 0) {
-    std::printf("RESULT world=%d val_loss_start=%.4f val_loss_end=%.4f tokens_per_s=%.0f\n", result.world, result.val_loss_start,
-                result.val_loss_end, result.tokens_per_s);
-  }
+  if (world.rank() == 0) std::printf("RESULT %s\n", to_string(result).c_str());
   hp::destroy_process_group();
 }
 

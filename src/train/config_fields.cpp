@@ -49,7 +49,7 @@ void add_optim(std::vector<Field>& fields, OptimConfig& o) {
   fields.push_back({"optim", "beta1", &o.beta1, "AdamW: decay of the first moment", real(0, 0.999999)});
   fields.push_back({"optim", "beta2", &o.beta2, "AdamW: decay of the second moment", real(0, 0.999999)});
   fields.push_back({"optim", "eps", &o.eps, "AdamW: added to the root of the second moment", positive()});
-  fields.push_back({"optim", "weight_decay", &o.weight_decay, "AdamW: decoupled weight decay", real(0, 10)});
+  fields.push_back({"optim", "weight_decay", &o.weight_decay, "AdamW: decoupled weight decay of the matrices", real(0, 10)});
   fields.push_back({"optim", "clip_norm", &o.clip_norm, "largest gradient norm (0: no clipping)", real(0, 1e9)});
 }
 

@@ -73,7 +73,7 @@ LlamaImpl::LlamaImpl(const ModelConfig& model_config, std::uint64_t seed) : conf
   check_value(c.n_kv_heads == 0 || (c.n_kv_heads > 0 && c.n_heads % c.n_kv_heads == 0), "Llama", "n_kv_heads ", c.n_kv_heads,
               ", want a divisor of n_heads ", c.n_heads);
   embed_tokens = register_module("embed_tokens", nn::Embedding(torch::nn::EmbeddingOptions(c.vocab_size, c.dim)));
-  const torch::nn::ModuleList list = register_module("layers", torch::nn::ModuleList());
+  torch::nn::ModuleList list = register_module("layers", torch::nn::ModuleList());
   for (std::int64_t i = 0; i < c.n_layers; ++i) {
     layers.emplace_back(c);
     list->push_back(layers.back().ptr());

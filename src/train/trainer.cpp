@@ -163,8 +163,9 @@ void Trainer::build() {
   model_ = Llama(config_.model, static_cast<std::uint64_t>(config_.train.seed));
   root_ = fully_shard_llama(model_, shard_options(config_, make_mesh(plan_)));
   const OptimConfig& o = config_.optim;
-  optimizer_.emplace(root_,
-                     optim::AdamWOptions{.lr = o.lr, .betas = {o.beta1, o.beta2}, .eps = o.eps, .weight_decay = o.weight_decay});
+  optim::AdamWOptions options{.lr = o.lr, .betas = {o.beta1, o.beta2}, .eps = o.eps, .weight_decay = o.weight_decay};
+  options.decays = [](const std::string&, const std::vector<std::int64_t>& shape) { return shape.size() > 1; };
+  optimizer_.emplace(root_, options);
 }
 
 double Trainer::forward_backward() {
@@ -295,6 +296,7 @@ void Trainer::finish() {
                          " rank(s)");
     for (const StepMetrics& m : result_.history) plot_.train.push_back({static_cast<double>(m.step), m.loss});
     write_file(result_.dir / "loss.svg", to_svg(plot_));
+    write_file(result_.dir / "result.txt", to_string(result_) + '\n');
   });
   const fsdp::MemoryUse use = root_.memory_use();
   progress_.print(concat("\nEngine     parameter shards ", format_bytes(use.shards), ", gradient shards ",
@@ -304,6 +306,13 @@ void Trainer::finish() {
 }
 
 }  // namespace
+
+std::string to_string(const TrainResult& result) {
+  char text[160];
+  std::snprintf(text, sizeof text, "world=%d val_loss_start=%.4f val_loss_end=%.4f tokens_per_s=%.0f", result.world,
+                result.val_loss_start, result.val_loss_end, result.tokens_per_s);
+  return text;
+}
 
 TrainResult run_training(const Config& config, const World& world) { return Trainer(config, world).run(); }
 

@@ -1,6 +1,7 @@
 #pragma once
 // The training run behind hp-train.
 #include <filesystem>
+#include <string>
 #include <vector>
 
 #include <hyper_parallel/comm/world.h>
@@ -18,9 +19,12 @@ struct TrainResult {
   double tokens_per_s = 0;    ///< of all ranks together, validations left out
   double val_loss_start = 0;  ///< NaN without a validation split
   double val_loss_end = 0;
-  std::filesystem::path dir;  ///< config.toml, metrics.jsonl, loss.svg, samples.txt
+  std::filesystem::path dir;  ///< config.toml, metrics.jsonl, loss.svg, samples.txt, result.txt
   std::vector<StepMetrics> history;
 };
+
+/// "world=2 val_loss_start=5.5702 val_loss_end=1.4000 tokens_per_s=20000", as in result.txt.
+[[nodiscard]] std::string to_string(const TrainResult& result);
 
 /// Trains the decoder that `config` describes, sharded over all ranks of `world`, and writes the run's files on rank 0.
 ///

@@ -1,0 +1,194 @@
+// The training loop on rank threads: every way to share the model gives the loss curve of one rank.
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <hyper_parallel/comm/comm.h>
+#include <hyper_parallel/train/agree.h>
+#include <hyper_parallel/train/schedule.h>
+#include <hyper_parallel/train/trainer.h>
+
+#include "support/rank_threads.h"
+
+namespace hyper_parallel::train {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using testing::run_ranks;
+
+class TrainLoop : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = (fs::temp_directory_path() / "hp_loop_XXXXXX").string();
+    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
+    dir_ = pattern;
+    std::ofstream out(dir_ / "text.txt");
+    for (int i = 0; i < 600; ++i) out << "line " << i * 7919 % 600 << " of a text that repeats itself\n";
+  }
+  void TearDown() override { fs::remove_all(dir_); }
+
+  [[nodiscard]] Config config(const std::string& name, std::vector<Override> more = {}) const {
+    std::vector<Override> overrides = {{"data.path", (dir_ / "text.txt").string()},
+                                       {"log.dir", (dir_ / "runs").string()},
+                                       {"log.name", name},
+                                       {"log.every", "1000"}};
+    overrides.insert(overrides.end(), more.begin(), more.end());
+    return parse_config(
+        "[model]\ndim = 32\nn_layers = 3\nn_heads = 4\nn_kv_heads = 2\nffn_dim = 40\nmax_seq_len = 16\n"
+        "[data]\nseq_len = 16\n[train]\nbatch_size = 12\nmax_steps = 8\neval_every = 4\neval_windows = 14\n"
+        "[optim]\nlr = 1e-2\nwarmup_steps = 3\n",
+        "test.toml", overrides);
+  }
+
+  // The result of rank 0.
+  static TrainResult train(const Config& config, int world) {
+    TrainResult result;
+    run_ranks(world, [&](int rank) {
+      TrainResult mine = run_training(config, current_world());
+      if (rank == 0) result = std::move(mine);
+    });
+    return result;
+  }
+
+  static void expect_same_curve(const TrainResult& got, const TrainResult& expected, double tolerance) {
+    ASSERT_EQ(got.history.size(), expected.history.size());
+    for (std::size_t i = 0; i < got.history.size(); ++i) {
+      EXPECT_NEAR(got.history[i].loss, expected.history[i].loss, tolerance) << "step " << i + 1;
+      EXPECT_NEAR(got.history[i].grad_norm, expected.history[i].grad_norm, 10 * tolerance) << "step " << i + 1;
+    }
+    EXPECT_NEAR(got.val_loss_start, expected.val_loss_start, tolerance);
+    EXPECT_NEAR(got.val_loss_end, expected.val_loss_end, tolerance);
+  }
+
+  fs::path dir_;
+};
+
+TEST_F(TrainLoop, LearnsAndWritesItsFiles) {
+  const TrainResult result =
+      train(config("one", {{"train.max_steps", "40"}, {"sample.prompts", "['line ']"}, {"sample.tokens", "5"}}), 1);
+  EXPECT_EQ(result.steps, 40);
+  EXPECT_EQ(result.tokens, 40 * 12 * 16);
+  EXPECT_NEAR(result.val_loss_start, std::log(256.0), 0.2);
+  EXPECT_LT(result.val_loss_end, 2.5);
+  for (const char* name : {"config.toml", "metrics.jsonl", "loss.svg", "samples.txt"})
+    EXPECT_GT(fs::file_size(dir_ / "runs/one" / name), 10U) << name;
+  EXPECT_EQ(to_toml(load_config(dir_ / "runs/one/config.toml")),
+            to_toml(config("one", {{"train.max_steps", "40"}, {"sample.prompts", "['line ']"}, {"sample.tokens", "5"}})));
+}
+
+TEST_F(TrainLoop, EveryWorldSizeAndLayoutGivesTheSameCurve) {
+  const TrainResult one = train(config("w1"), 1);
+  expect_same_curve(train(config("w2"), 2), one, 1e-5);
+  expect_same_curve(train(config("w3"), 3), one, 1e-5);
+  expect_same_curve(train(config("w4"), 4), one, 1e-5);
+  expect_same_curve(train(config("w2p", {{"parallel.layout", "per_parameter"}}), 2), one, 1e-5);
+  expect_same_curve(train(config("w2k", {{"parallel.reshard_after_forward", "false"}}), 2), one, 1e-5);
+  expect_same_curve(train(config("w4h", {{"parallel.dp_replicate", "2"}}), 4), one, 1e-5);
+  expect_same_curve(train(config("w1a", {{"train.micro_batch_size", "4"}}), 1), one, 1e-5);
+  expect_same_curve(train(config("w2a", {{"train.micro_batch_size", "2"}}), 2), one, 1e-5);
+}
+
+TEST_F(TrainLoop, TiedHeadAndBfloat16) {
+  const TrainResult tied = train(config("t1", {{"model.tied", "true"}}), 1);
+  expect_same_curve(train(config("t2", {{"model.tied", "true"}}), 2), tied, 1e-5);
+  const std::vector<Override> half = {{"precision.param_dtype", "bfloat16"}};
+  const TrainResult bf16 = train(config("h1", half), 1);
+  expect_same_curve(train(config("h2", half), 2), bf16, 2e-2);
+  EXPECT_NEAR(bf16.val_loss_end, train(config("f1"), 1).val_loss_end, 5e-2);
+}
+
+TEST_F(TrainLoop, RepeatsBitForBit) {
+  const TrainResult a = train(config("a"), 2), b = train(config("b"), 2);
+  expect_same_curve(a, b, 0.0);
+}
+
+TEST_F(TrainLoop, ATimeBudgetEndsTheRunOnAllRanks) {
+  const TrainResult result =
+      train(config("time", {{"train.max_steps", "0"}, {"train.max_seconds", "0.3"}, {"optim.warmup_steps", "2"}}), 2);
+  EXPECT_GE(result.seconds, 0.3);
+  ASSERT_GT(result.steps, 2);
+  // The rate follows the time that the ranks agreed on, which metrics carry.
+  const Schedule schedule{.lr = 1e-2, .min_ratio = 0.1, .warmup_steps = 2, .max_steps = 0, .max_seconds = 0.3};
+  const auto& history = result.history;
+  for (std::size_t i = 3; i < history.size(); ++i)
+    EXPECT_DOUBLE_EQ(history[i].lr, schedule.at(static_cast<std::int64_t>(i), history[i - 1].elapsed_s, history[1].elapsed_s));
+  EXPECT_LT(history[history.size() - 2].elapsed_s, 0.3);
+}
+
+TEST_F(TrainLoop, WithoutValidationSplit) {
+  const TrainResult result = train(config("noval", {{"data.validation_fraction", "0"}}), 2);
+  EXPECT_EQ(result.steps, 8);
+  EXPECT_TRUE(std::isnan(result.val_loss_end));
+}
+
+std::string agreed_message(const Config& config, int world) {
+  std::string message;
+  std::mutex mutex;
+  int count = 0;
+  run_ranks(world, [&] {
+    try {
+      (void)run_training(config, current_world());
+    } catch (const AgreedError& error) {
+      const std::lock_guard lock(mutex);
+      message = error.what();
+      ++count;
+    }
+  });
+  EXPECT_EQ(count, world);
+  return message;
+}
+
+TEST_F(TrainLoop, MistakesAreAgreedOn) {
+  EXPECT_THAT(agreed_message(config("x", {{"data.path", "/no/such.txt"}}), 2), HasSubstr("[data] /no/such.txt: No such file"));
+  EXPECT_THAT(agreed_message(config("x", {{"train.batch_size", "100000"}}), 2),
+              HasSubstr("want at least train.batch_size = 100000 for one batch"));
+  EXPECT_THAT(agreed_message(config("x", {{"data.validation_fraction", "0.0003"}}), 2),
+              HasSubstr("validation tokens, want at least 17"));
+  EXPECT_THAT(agreed_message(config("x", {{"parallel.dp_shard", "3"}}), 2), HasSubstr("want the world size 2 (command line)"));
+  EXPECT_THAT(agreed_message(config("x", {{"log.dir", (dir_ / "text.txt").string()}}), 2), HasSubstr("[log] cannot create"));
+  EXPECT_THAT(
+      agreed_message(
+          config("x", {{"optim.lr", "1000"}, {"optim.clip_norm", "0"}, {"optim.beta1", "0"}, {"train.max_steps", "300"}}), 2),
+      HasSubstr("[train] loss"));
+}
+
+TEST_F(TrainLoop, RanksWithDifferentConfigurationsStop) {
+  std::mutex mutex;
+  std::vector<std::string> messages;
+  run_ranks(2, [&](int rank) {
+    try {
+      (void)run_training(config("x", {{"optim.lr", rank == 0 ? "0.1" : "0.2"}}), current_world());
+    } catch (const AgreedError& error) {
+      const std::lock_guard lock(mutex);
+      messages.emplace_back(error.what());
+    }
+  });
+  ASSERT_EQ(messages.size(), 2U);
+  EXPECT_EQ(messages[0], messages[1]);
+  EXPECT_THAT(messages[0], HasSubstr("lr = 0.2"));
+}
+
+TEST(AgreeOn, OneRankIsEnoughAndIsNamed) {
+  std::mutex mutex;
+  std::vector<std::string> messages;
+  run_ranks(3, [&](int rank) {
+    const Comm comm = current_world().comm();
+    EXPECT_NO_THROW(agree_on(comm, [] {}));
+    try {
+      agree_on(comm, [&] { check_value(rank != 1, "test", "bad"); });
+    } catch (const AgreedError& error) {
+      const std::lock_guard lock(mutex);
+      messages.emplace_back(error.what());
+    }
+  });
+  EXPECT_EQ(messages, std::vector<std::string>(3, "[test] bad (rank 1/3)"));
+}
+
+}  // namespace
+}  // namespace hyper_parallel::train

@@ -1,0 +1,181 @@
+// hp-train as a user starts it: exit codes, messages, files, one and two processes.
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+#include <nlohmann/json.hpp>
+
+#include "support/process.h"
+
+namespace hyper_parallel {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace std::chrono_literals;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using testing::Process;
+
+struct Outcome {
+  int code = 0;
+  std::string output;  // of all ranks, one after the other
+};
+
+class HpTrain : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = (fs::temp_directory_path() / "hp_train_XXXXXX").string();
+    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
+    dir_ = pattern;
+    std::ofstream text(dir_ / "text.txt");
+    for (int i = 0; i < 400; ++i) text << "verse " << i * 7919 % 400 << " of a short book\n";
+    text.close();
+    std::ofstream(dir_ / "config.toml") << "[model]\ndim = 32\nn_layers = 2\nn_heads = 4\nffn_dim = 40\nmax_seq_len = 32\n"
+                                           "[data]\npath = '"
+                                        << (dir_ / "text.txt").string()
+                                        << "'\nseq_len = 16\n"
+                                           "[train]\nbatch_size = 8\nmax_steps = 6\neval_windows = 7\n"
+                                           "[optim]\nlr = 1e-2\nwarmup_steps = 2\n[parallel]\ntimeout_seconds = 20\n"
+                                           "[log]\ndir = '"
+                                        << (dir_ / "runs").string()
+                                        << "'\nevery = 2\n[sample]\nprompts = ['verse ']\ntokens = 8\n";
+  }
+  void TearDown() override { fs::remove_all(dir_); }
+
+  [[nodiscard]] std::vector<std::string> arguments(const std::vector<std::string>& more) const {
+    std::vector<std::string> all = {(dir_ / "config.toml").string()};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+  [[nodiscard]] static Outcome run_alone(const std::vector<std::string>& arguments) {
+    Process process(HP_TRAIN, arguments, {{"OMP_NUM_THREADS", "1"}});
+    const int code = process.wait(60s);
+    return {code, process.output()};
+  }
+  [[nodiscard]] Outcome run(int world, const std::vector<std::string>& more = {}) const {
+    if (world == 1) return run_alone(arguments(more));
+    Outcome outcome;
+    std::vector<Process> ranks = testing::start_ranks(world, HP_TRAIN, arguments(more), {{"OMP_NUM_THREADS", "1"}});
+    for (Process& rank : ranks) {
+      const int code = rank.wait(60s);
+      if (code != 0) outcome.code = code;
+      outcome.output += rank.output();
+    }
+    return outcome;
+  }
+  // One line, on all ranks together, and exit code 1.
+  static void expect_one_error(const Outcome& outcome, const std::string& message) {
+    EXPECT_EQ(outcome.code, 1);
+    EXPECT_THAT(outcome.output, HasSubstr("hp-train: error: "));
+    EXPECT_THAT(outcome.output, HasSubstr(message));
+    EXPECT_EQ(std::count(outcome.output.begin(), outcome.output.end(), '\n'), 1) << outcome.output;
+  }
+  [[nodiscard]] std::vector<double> losses(const std::string& name, const char* key) const {
+    std::vector<double> values;
+    std::ifstream in(dir_ / "runs" / name / "metrics.jsonl");
+    for (std::string line; std::getline(in, line);) {
+      const auto json = nlohmann::json::parse(line);
+      if (json.contains(key)) values.push_back(json[key]);
+    }
+    return values;
+  }
+
+  fs::path dir_;
+};
+
+TEST_F(HpTrain, OneAndTwoProcessesReachTheSameCurve) {
+  const Outcome one = run(1, {"--log.name=one"}), two = run(2, {"--log.name=two"});
+  ASSERT_EQ(one.code, 0) << one.output;
+  ASSERT_EQ(two.code, 0) << two.output;
+  for (const char* key : {"loss", "val_loss", "grad_norm"}) {
+    const std::vector<double> a = losses("one", key), b = losses("two", key);
+    ASSERT_EQ(a.size(), std::string(key) == "val_loss" ? 2U : 6U);
+    ASSERT_EQ(a.size(), b.size());
+    for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-4) << key << ' ' << i;
+  }
+  for (const char* name : {"config.toml", "metrics.jsonl", "loss.svg", "samples.txt"})
+    EXPECT_TRUE(fs::exists(dir_ / "runs/two" / name));
+  EXPECT_THAT(two.output, HasSubstr("Settings\n"));
+  EXPECT_THAT(two.output, HasSubstr("Memory plan of one of 2 ranks"));
+  EXPECT_THAT(two.output, HasSubstr("step      6/6  loss "));
+  EXPECT_THAT(two.output, HasSubstr("--- sample 1 of 1 ---\nverse "));
+  EXPECT_THAT(two.output, HasSubstr("\nRESULT world=2 val_loss_start="));
+  EXPECT_THAT(two.output, Not(HasSubstr("\r")));
+  std::size_t results = 0;
+  for (std::size_t at = 0; (at = two.output.find("RESULT", at)) != std::string::npos; ++at) ++results;
+  EXPECT_EQ(results, 1U);
+}
+
+TEST_F(HpTrain, TheSavedConfigurationRepeatsTheRun) {
+  ASSERT_EQ(run(1, {"--log.name=first", "--optim.lr", "0.003"}).code, 0);
+  const Outcome again = run_alone({(dir_ / "runs/first/config.toml").string(), "--log.name=again"});
+  ASSERT_EQ(again.code, 0) << again.output;
+  EXPECT_EQ(losses("first", "loss"), losses("again", "loss"));
+  EXPECT_EQ(losses("first", "lr")[1], 0.003);
+}
+
+TEST_F(HpTrain, HelpAndPrintConfig) {
+  const Outcome help = run_alone({"--help"});
+  EXPECT_EQ(help.code, 0);
+  EXPECT_THAT(help.output, HasSubstr("--model.dim"));
+  EXPECT_THAT(help.output, HasSubstr("--print-config"));
+  const Outcome config = run(1, {"--print-config", "--model.dim=64", "--sample.prompts=['a', 'b']", "--parallel.dp_shard", "-1"});
+  EXPECT_EQ(config.code, 0) << config.output;
+  EXPECT_THAT(config.output, HasSubstr("\ndim = 64  #"));
+  EXPECT_THAT(config.output, HasSubstr("\nprompts = [\"a\", \"b\"]  #"));
+  EXPECT_THAT(config.output, HasSubstr("\ndp_shard = -1  #"));
+  EXPECT_FALSE(fs::exists(dir_ / "runs"));
+  EXPECT_THAT(run_alone({"--version"}).output, HasSubstr("hp-train "));
+}
+
+TEST_F(HpTrain, BadInputIsOneLineAndExitCodeOne) {
+  const std::string toml = (dir_ / "config.toml").string();
+  expect_one_error(run(1, {"--data.path=/no/such/file.txt"}), "[data] /no/such/file.txt: No such file or directory");
+  std::ofstream(dir_ / "empty.txt").close();
+  expect_one_error(run(1, {"--data.path=" + (dir_ / "empty.txt").string()}), "empty.txt: empty, want");
+  expect_one_error(run_alone({}), "[data] data.path is not set, want a text file or folder (default)");
+  expect_one_error(run_alone({toml, "--data.path"}), "--data.path: 1 required VALUE missing");
+  expect_one_error(run(1, {"--train.batch_size=100000"}),
+                   "want at least train.batch_size = 100000 for one batch (data.path: " + toml + ":8)");
+  expect_one_error(run(1, {"--parallel.dp_shard=2"}),
+                   "[parallel] dp_replicate * dp_shard = 1 * 2, want the world size 1 (command line)");
+  expect_one_error(run(1, {"--model.dim=x"}), "[config] model.dim = x, want an integer >= 1 (command line)");
+  expect_one_error(run(1, {"--model.width=3"}), "[config] unknown key --model.width, want one of dim, n_layers");
+  expect_one_error(run(1, {"extra"}), "unexpected argument extra");
+  expect_one_error(run_alone({"/no/such.toml"}), "[config] cannot read /no/such.toml");
+  std::ofstream(toml, std::ios::app) << "\n[optim2]\n";
+  expect_one_error(run(1), "[config] unknown section [optim2]");
+  std::ofstream(toml) << "[model]\ndim = 32\nheads = 3\n";
+  expect_one_error(run(1), "[config] unknown key heads in [model]");
+  expect_one_error(run(1), "(" + toml + ":3)");
+  std::ofstream(toml) << "[model]\n\ndim = -3\n";
+  expect_one_error(run(1), "[config] model.dim = -3, want an integer >= 1 (" + toml + ":3)");
+}
+
+TEST_F(HpTrain, TwoRanksReportAMistakeOnce) {
+  expect_one_error(run(2, {"--data.path=/no/such/file.txt"}), "[data] /no/such/file.txt: No such file or directory");
+  expect_one_error(run(2, {"--train.batch_size=7"}),
+                   "[train] batch_size = 7, want a multiple of the world size 2 (command line)");
+  expect_one_error(run(2, {"--parallel.dp_shard=4"}), "want the world size 2 (command line)");
+  expect_one_error(run(2, {"--model.width=3"}), "unknown key --model.width");
+  expect_one_error(run(2, {"--log.dir=/dev/null/x"}), "[log] cannot create /dev/null/x");
+}
+
+TEST_F(HpTrain, ARankThatDiesStopsTheOther) {
+  std::vector<Process> ranks = testing::start_ranks(2, HP_TRAIN, arguments({"--train.max_steps=1000000", "--train.eval_every=0"}),
+                                                    {{"OMP_NUM_THREADS", "1"}});
+  ASSERT_TRUE(ranks[0].wait_for_output("step      2/", 60s)) << ranks[0].output();
+  ranks[1].kill(SIGKILL);
+  EXPECT_EQ(ranks[0].wait(40s), 1);
+  const std::string output = ranks[0].output();
+  EXPECT_THAT(output, HasSubstr("hp-train: error: rank 0: "));
+  EXPECT_EQ(ranks[1].wait(5s), 128 + SIGKILL);
+}
+
+}  // namespace
+}  // namespace hyper_parallel

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# The main job of `make demo`: two ranks learn the King James Bible byte by byte. Arguments are overrides of configs/demo.toml,
+# e.g. --train.max_seconds=60. BUILD names the build folder, RANKS the number of ranks, RUN the folder of the results.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+readonly program=${BUILD:-build}/bin/hp-train config=configs/demo.toml torchrun=.venv/bin/torchrun
+readonly ranks=${RANKS:-2} run=${RUN:-runs/demo}
+readonly text=$run/bible.txt
+
+die() {
+  printf '[demo] error: %s\n' "$*" >&2
+  exit 1
+}
+say() { printf '[demo] %s\n' "$*"; }
+
+[ -x "$program" ] || die "$program is missing: run 'make build' first"
+[ -x "$torchrun" ] || die "$torchrun is missing: run 'make setup' first"
+
+# The text is made once: written beside its place and moved, so that an interrupted run leaves no half of it.
+if [ ! -s "$text" ]; then
+  bible=$(command -v bible || command -v /usr/games/bible) || die "the program 'bible' is missing (Debian package bible-kjv): run 'make setup' first"
+  mkdir -p "$run"
+  "$bible" -f 'Gen1:1-Rev22:21' </dev/null >"$text.part"
+  [ "$(wc -c <"$text.part")" -gt 4000000 ] || die "'bible' printed only $(wc -c <"$text.part") bytes, want about 4.4 million: see $text.part"
+  mv "$text.part" "$text"
+fi
+say "text: $text, the King James Bible, $(wc -c <"$text") bytes"
+say "$ranks ranks, one thread each; the settings are in $config"
+
+rm -f "$run/result.txt"
+export OMP_NUM_THREADS=1
+"$torchrun" --standalone --no-python --nproc-per-node "$ranks" "$program" "$config" \
+  --data.path="$text" --log.dir="$(dirname "$run")" --log.name="$(basename "$run")" "$@" || die "training failed, see the message above"
+[ -s "$run/result.txt" ] || die "training left no $run/result.txt"
+
+cat <<MESSAGE
+
+What you have
+  $run/loss.svg       the loss curve: open it in a browser
+  $run/samples.txt    the text above
+  $run/metrics.jsonl  every step as a line of JSON
+  $run/config.toml    the settings that gave this run
+
+What to try next
+  another text:       make demo DEMO_ARGS="--data.path=/path/to/a/file/or/folder"
+  a larger model:     make demo DEMO_ARGS="--model.dim=256 --model.ffn_dim=704 --train.max_seconds=1200"
+  bfloat16 compute:   make demo DEMO_ARGS="--precision.param_dtype=bfloat16"
+  one rank:           $program $config
+  all settings:       $program --help
+
+MESSAGE
+printf 'DEMO %s\n' "$(cat "$run/result.txt")"
