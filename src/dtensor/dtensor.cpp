@@ -4,6 +4,7 @@
 #include <functional>
 #include <numeric>
 #include <sstream>
+#include <string>
 
 #include <c10/core/ScalarType.h>
 
@@ -110,14 +111,33 @@ Sizes agree_on_shape(const MeshView& view, const std::vector<Placement>& placeme
   return shape;
 }
 
-/// Ranks after the first along an axis that has become partial hold what changes nothing in the reduction.
-void make_partial(const MeshView& view, const at::Tensor& local, const Layout& from, const Layout& to) {
+/// For each mesh axis, whether its partial values stay as they are. Later axes are reduced first, so an axis whose values are
+/// reduced takes those of later axes with it, except where both do the same.
+std::vector<bool> kept_partial(const Layout& from, const Layout& to) {
+  std::vector<bool> kept;
+  std::vector<ReduceOp> reduced;
+  for (std::size_t axis = 0; axis < from.placements().size(); ++axis) {
+    const auto& source = from.placements()[axis];
+    const auto differs = [&](ReduceOp op) { return op != source.reduce_op(); };
+    kept.push_back(source.is_partial() && source == to.placements()[axis] &&
+                   std::none_of(reduced.begin(), reduced.end(), differs));
+    if (source.is_partial() && !kept.back() && from.mesh_shape()[axis] > 1) reduced.push_back(source.reduce_op());
+  }
+  return kept;
+}
+
+/// Makes `local` this rank's contribution along the axes that have become partial: the reductions, later axes first, must give
+/// the value. Coordinate 0 keeps it; elsewhere the reduction over all later axes must give the neutral element. Kept axes hold
+/// contributions already.
+void make_partial(const MeshView& view, const at::Tensor& local, const Layout& to, const std::vector<bool>& kept) {
   const Sizes coordinate = view.coordinate(view.position);
+  bool neutral = false;
   for (std::size_t axis = 0; axis < coordinate.size(); ++axis) {
     const auto& placement = to.placements()[axis];
-    if (!placement.is_partial() || coordinate[axis] == 0 || placement == from.placements()[axis]) continue;
+    if (!placement.is_partial() || coordinate[axis] == 0 || (kept[axis] && !neutral)) continue;
     if (placement.reduce_op() == ReduceOp::kSum) local.zero_();
     if (placement.reduce_op() == ReduceOp::kProduct) local.fill_(1);
+    neutral = neutral || placement.reduce_op() == ReduceOp::kSum || placement.reduce_op() == ReduceOp::kProduct;
   }
 }
 
@@ -146,8 +166,9 @@ Region share_of(const Region& region, const Sizes& mesh_shape, const Sizes& coor
   return share;
 }
 
-/// Flat elements of the new local tensor.
+/// Flat elements of the new local tensor, new partial axes taken for replicated ones.
 at::Tensor move(const MeshView& view, const Layout& from, const Layout& to, const Sizes& shape, const at::Tensor& local) {
+  const std::vector<bool> kept = kept_partial(from, to);
   const auto& mesh_shape = view.mesh.shape();
   Exchange exchange{.have = region_of(view, from, shape),
                     .want = region_of(view, to, shape),
@@ -161,7 +182,7 @@ at::Tensor move(const MeshView& view, const Layout& from, const Layout& to, cons
     const auto& source = from.placements()[at_index(axis)];
     const auto& target = to.placements()[at_index(axis)];
     if (source.is_shard() || source.is_ragged_shard()) exchange.axes.push_back(axis);
-    if (!source.is_partial() || source == target || mesh_shape[at_index(axis)] == 1) continue;
+    if (!source.is_partial() || kept[at_index(axis)] || mesh_shape[at_index(axis)] == 1) continue;
     check_value(source.reduce_op() != ReduceOp::kAvg || local.is_floating_point() || local.is_complex(), "DTensor::redistribute",
                 "average of ", c10::toString(local.scalar_type()), ", want a floating dtype");
     reduced.push_back(axis);
@@ -246,7 +267,7 @@ DTensor DTensor::redistribute(const Layout& layout) const {
   const MeshView view(kOp, mesh_);
   const at::Tensor flat = move(view, layout_, layout, shape_, local_.detach().contiguous().view(-1));
   const at::Tensor local = flat.view(layout.local_shape(shape_, view.coordinate(view.position)));
-  make_partial(view, local, layout_, layout);
+  make_partial(view, local, layout, kept_partial(layout_, layout));
   return {local, mesh_, layout, shape_};
 }
 
@@ -279,8 +300,7 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, cons
     copy_own({whole(shape)}, mine, source, flat);
   }
   const at::Tensor local = flat.view(layout.local_shape(shape, coordinate));
-  const Layout replicated = Layout::from_placements(mesh.shape(), std::vector<Placement>(mesh.shape().size()), tensor.dim());
-  make_partial(view, local, replicated, layout);
+  make_partial(view, local, layout, std::vector<bool>(mesh.shape().size(), false));
   return {local, mesh, layout, shape};
 }
 

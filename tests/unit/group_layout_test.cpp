@@ -27,7 +27,7 @@ Parameters random_parameters(std::mt19937& random) {
   Parameters parameters;
   const int count = pick(1, 7);
   for (int i = 0; i < count; ++i) {
-    ParameterShape parameter{.name = "p" + std::to_string(i), .shape = {}};
+    ParameterShape parameter{.name = concat("p", i), .shape = {}};
     const int ndim = pick(0, 4);
     for (int d = 0; d < ndim; ++d) parameter.shape.push_back(pick(0, 12) == 0 ? 0 : pick(1, ndim < 3 ? 40 : 9));
     if (ndim > 0) parameter.shard_dim = pick(0, ndim - 1);

@@ -66,11 +66,14 @@ class HP_API DTensor {
   /// then local.
   ///
   /// Each element goes straight from one owner to each rank that wants it and lacks it: one all-to-all of exactly those elements.
-  /// Between replicas the owner with the receiver's own coordinates on the replicated axes sends. Partial values are reduced in
-  /// order of coordinates, in fp32 for fp16 and bf16, later mesh axes first: within the same exchange if the new layout cuts all
-  /// axes that were partial, otherwise each rank reduces an equal share first. An axis that becomes partial keeps the value at
-  /// coordinate 0 and the neutral element elsewhere (avg, min, max: the value everywhere). Equal layouts: returns a copy of this
-  /// handle. ValueError: placements that do not fit the tensor, averages of integers.
+  /// Between replicas the owner with the receiver's own coordinates on the replicated axes sends.
+  ///
+  /// Partial values are reduced in order of coordinates, in fp32 for fp16 and bf16, later mesh axes first: within the same
+  /// exchange if the new layout cuts all axes that were partial, otherwise each rank reduces an equal share first. An axis that
+  /// stays partial is left alone where the order of operations allows. An axis that becomes partial keeps the value at coordinate
+  /// 0 and holds the neutral element elsewhere (avg, min, max: the value everywhere).
+  ///
+  /// Equal layouts: returns a copy of this handle. ValueError: placements that do not fit the tensor, averages of integers.
   [[nodiscard]] DTensor redistribute(const std::vector<Placement>& placements) const;
   [[nodiscard]] DTensor redistribute(const Layout& layout) const;
   /// The whole tensor on every rank. Collective, as redistribute to Replicate() everywhere.

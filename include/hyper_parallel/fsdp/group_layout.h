@@ -31,7 +31,7 @@ struct ParameterShape {
 struct ParameterSlice {
   std::vector<std::int64_t> shape;  ///< local shape without padding; (0, ...) when empty
   std::int64_t numel = 0;
-  std::int64_t shard_offset = 0;    ///< first element in the rank's flat shard
+  std::int64_t shard_offset = 0;  ///< first element in the rank's flat shard
   /// Ragged: first element inside the flattened parameter. Per-parameter: first index along shard_dim.
   std::int64_t start = 0;
 };
