@@ -28,6 +28,15 @@ struct GroupOptions {
   at::ScalarType reduce_dtype = at::kFloat;
 };
 
+/// Bytes that a group takes from the pool, by buffer; zero for a buffer that it does not need.
+struct GroupFootprint {
+  std::size_t full = 0, gathered = 0;
+  std::size_t wire = 0, wire_receive = 0;
+  std::size_t accumulation = 0, accumulation_receive = 0;  ///< only when they differ from the wire's
+  std::size_t partial = 0, exchange = 0;
+  bool trainable = false;
+};
+
 struct ManagedParameter {
   std::string name;
   std::vector<std::int64_t> full_shape;
@@ -82,6 +91,7 @@ class ParamGroup {
   void install_grad(std::size_t i);
   /// Bytes of gradients per element on the wire, for the traffic formula.
   [[nodiscard]] at::ScalarType wire_dtype() const { return wire_dtype_; }
+  [[nodiscard]] GroupFootprint footprint() const;
   /// Bytes that this group holds outside the pool.
   [[nodiscard]] std::int64_t shard_bytes() const { return static_cast<std::int64_t>(shard_.nbytes()); }
   [[nodiscard]] std::int64_t grad_bytes() const { return grad_.defined() ? static_cast<std::int64_t>(grad_.nbytes()) : 0; }
@@ -110,6 +120,7 @@ class ParamGroup {
   [[nodiscard]] at::Tensor own_part(const at::Tensor& whole, std::size_t i) const;
   [[nodiscard]] Pack make_pack(at::ScalarType dtype) const;
   [[nodiscard]] std::vector<Piece> pack_pieces(const at::Tensor& flat) const;
+  [[nodiscard]] std::int64_t exchange_numel() const;
   void ensure_grad();
   [[nodiscard]] bool prepare_grad();
   void pack(Pack& pack, std::vector<at::Tensor>& gradients, bool add);

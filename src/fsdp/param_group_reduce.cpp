@@ -70,8 +70,35 @@ void ParamGroup::ensure_grad() {
     const std::int64_t n = layout_.shard_numel();
     const at::TensorOptions options = master_.dtype(options_.reduce_dtype);
     partial_ = SwappedBuffer(n, options, "[fully_shard] internal: partial gradient used after it was freed");
-    exchange_ = SwappedBuffer(2 * replicas_ * ((n + replicas_ - 1) / replicas_), options, "[fully_shard] internal: exchange buffer used after it was freed");
+    exchange_ = SwappedBuffer(exchange_numel(), options, "[fully_shard] internal: exchange buffer used after it was freed");
   }
+}
+
+/// Receive space of the all-reduce over the replicas: one chunk from each.
+std::int64_t ParamGroup::exchange_numel() const {
+  const std::int64_t chunk = (layout_.shard_numel() + replicas_ - 1) / replicas_;
+  return chunk * replicas_;
+}
+
+GroupFootprint ParamGroup::footprint() const {
+  const auto bytes = [](std::int64_t numel, at::ScalarType dtype) { return static_cast<std::size_t>(numel) * c10::elementSize(dtype); };
+  const std::int64_t n = layout_.shard_numel();
+  const std::int64_t rows = n * layout_.world();
+  GroupFootprint size{.trainable = trainable()};
+  if (!aliased_) size.full = bytes(layout_.full_numel(), options_.compute_dtype);
+  if (!aliased_ && !layout_.in_place()) size.gathered = bytes(rows, options_.compute_dtype);
+  if (alone()) return size;
+  size.wire = bytes(rows, wire_dtype_);
+  if (accum_dtype_differs_) size.accumulation = bytes(rows, options_.reduce_dtype);
+  if (layout_.world() > 1) {
+    size.wire_receive = size.wire;
+    size.accumulation_receive = size.accumulation;
+  }
+  if (replicas_ > 1) {
+    size.partial = bytes(n, options_.reduce_dtype);
+    size.exchange = bytes(exchange_numel(), options_.reduce_dtype);
+  }
+  return size;
 }
 
 /// Brings the flat gradient into the state that the leaves' .grad describe; true when the new result must be added to it.

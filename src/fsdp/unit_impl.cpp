@@ -136,10 +136,16 @@ void Unit::adopt(const std::vector<ChildUnit>& children) {
 }
 
 void Unit::subtree(std::vector<Unit*>& units) {
-  for (const auto& child : children_) {
-    if (const auto unit = child.lock()) unit->subtree(units);
-  }
+  for (Unit* child : children()) child->subtree(units);
   units.push_back(this);
+}
+
+std::vector<Unit*> Unit::children() const {
+  std::vector<Unit*> children;
+  for (const auto& child : children_) {
+    if (const auto unit = child.lock()) children.push_back(unit.get());
+  }
+  return children;
 }
 
 bool Unit::trainable() const {
@@ -183,7 +189,8 @@ bool Unit::reshards_after_forward() const {
 /// The first collective of each kind is preceded by a comparison, so that ranks that run different programs stop with both names.
 void Unit::verify_once(bool& done, const char* what) {
   if (done) return;
-  data_parallel_comm_.check_same("fully_shard", {concat(what, " of unit ", name_)}, {.label = name_});
+  // One label for all units: ranks that disagree must still find each other.
+  data_parallel_comm_.check_same("fully_shard", {concat(what, " of unit ", name_)}, {.label = "order of units"});
   done = true;
 }
 

@@ -60,6 +60,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void describe(std::vector<std::string>& lines) const;
   /// This unit and all below, children first, in wrap order.
   void subtree(std::vector<Unit*>& units);
+  /// Units directly below, in module order.
+  [[nodiscard]] std::vector<Unit*> children() const;
 
   int members = 1;  ///< modules that form this unit
 

@@ -105,6 +105,9 @@ class HP_API UnitHandle {
   /// The gradients likewise; parameters without gradient are left out.
   [[nodiscard]] std::vector<std::pair<std::string, DTensor>> named_grad_dtensors(bool recurse = true) const;
   [[nodiscard]] MemoryUse memory_use() const;
+  /// What memory_use will be from the third step on, if every forward runs each unit of the tree once, in the order of the modules,
+  /// and, with `local_accumulation`, some backwards run without gradient synchronisation. Local, before the first step.
+  [[nodiscard]] MemoryUse plan_memory(bool local_accumulation = false) const;
   /// The group of all ranks that see different data: shard axis and, with HSDP, replicate axis.
   [[nodiscard]] Comm data_parallel_comm() const;
 

@@ -1,0 +1,217 @@
+// Predicts the pool: replays the schedule of a step on a pool whose allocator gives nothing.
+#include <vector>
+
+#include <hyper_parallel/fsdp/unit.h>
+
+#include "fsdp/buffer.h"
+#include "fsdp/unit_impl.h"
+
+namespace hyper_parallel {
+namespace fsdp {
+namespace {
+
+struct NoMemory final : c10::Allocator {
+  at::DataPtr allocate(std::size_t /*bytes*/) override { return {}; }
+  void copy_data(void* /*to*/, const void* /*from*/, std::size_t /*bytes*/) const override {}
+};
+
+/// A buffer that is taken from the pool and given back, like SwappedBuffer.
+struct Lease {
+  std::size_t bytes = 0;
+  bool held = false;
+  MemoryPool::Block block = {};
+
+  void take(MemoryPool& pool) {
+    if (held || bytes == 0) return;
+    block = pool.take(bytes);
+    held = true;
+  }
+  void give(MemoryPool& pool) {
+    if (held) pool.give(std::move(block));
+    held = false;
+  }
+};
+
+struct GroupReplay {
+  GroupFootprint size;
+  Lease full, gathered, pack, receive, sum, sum_receive, partial, exchange;
+  enum class Stage { kIdle, kReduceScatter, kAllReduce } stage = Stage::kIdle;
+  bool accumulated = false;
+
+  explicit GroupReplay(const GroupFootprint& footprint) : size(footprint) {
+    full.bytes = size.full;
+    gathered.bytes = size.gathered;
+    pack.bytes = size.wire;
+    receive.bytes = size.wire_receive;
+    sum.bytes = size.accumulation;
+    sum_receive.bytes = size.accumulation_receive;
+    partial.bytes = size.partial;
+    exchange.bytes = size.exchange;
+  }
+};
+
+class Replay {
+ public:
+  explicit Replay(Unit& root) : root_(root) {
+    root.subtree(order_);
+    for (Unit* unit : order_) {
+      units_.resize(std::max(units_.size(), static_cast<std::size_t>(unit->index) + 1));
+      for (const auto& group : unit->groups()) at(*unit).groups.emplace_back(group->footprint());
+    }
+    forward_order(root);
+    backward_order(root);
+  }
+
+  void step(bool learned, bool sync) {
+    learned_ = learned;
+    forward(root_);
+    backward(root_, sync);
+    while (!in_flight_.empty()) advance();
+    for (Unit* unit : order_) reshard(*unit);
+  }
+
+  [[nodiscard]] std::size_t capacity() const { return pool_.capacity(); }
+
+ private:
+  struct UnitReplay {
+    std::vector<GroupReplay> groups;
+    enum class State { kSharded, kUnsharding, kUnsharded } state = State::kSharded;
+  };
+  using State = UnitReplay::State;
+
+  UnitReplay& at(const Unit& unit) { return units_[static_cast<std::size_t>(unit.index)]; }
+
+  void forward_order(Unit& unit) {
+    forward_.push_back(&unit);
+    for (Unit* child : unit.children()) forward_order(*child);
+  }
+  void backward_order(Unit& unit) {
+    backward_.push_back(&unit);
+    const std::vector<Unit*> children = unit.children();
+    for (auto child = children.rbegin(); child != children.rend(); ++child) backward_order(**child);
+  }
+
+  void prefetch_after(const std::vector<Unit*>& order, const Unit& unit, bool backward) {
+    if (!learned_) return;
+    for (std::size_t i = 0; i + 1 < order.size(); ++i) {
+      if (order[i] == &unit && (!backward || order[i + 1]->unshard_in_backward)) start(*order[i + 1]);
+    }
+  }
+
+  void start(Unit& unit) {
+    if (at(unit).state != State::kSharded) return;
+    for (auto& group : at(unit).groups) (group.size.gathered > 0 ? group.gathered : group.full).take(pool_);
+    at(unit).state = State::kUnsharding;
+  }
+  void finish(Unit& unit) {
+    if (at(unit).state == State::kUnsharded) return;
+    start(unit);
+    for (auto& group : at(unit).groups) {
+      group.full.take(pool_);
+      group.gathered.give(pool_);
+    }
+    at(unit).state = State::kUnsharded;
+  }
+  void reshard(Unit& unit) {
+    for (auto& group : at(unit).groups) {
+      group.gathered.give(pool_);
+      group.full.give(pool_);
+    }
+    at(unit).state = State::kSharded;
+  }
+
+  void forward(Unit& unit) {
+    finish(unit);
+    prefetch_after(forward_, unit, false);
+    for (Unit* child : unit.children()) forward(*child);
+    if (unit.options().reshard_after_forward.value_or(!unit.is_root())) reshard(unit);
+  }
+
+  void backward(Unit& unit, bool sync) {
+    if (unit.unshard_in_backward) finish(unit);
+    prefetch_after(backward_, unit, true);
+    const std::vector<Unit*> children = unit.children();
+    for (auto child = children.rbegin(); child != children.rend(); ++child) backward(**child, sync);
+    if (unit.trainable()) sync ? reduce(unit) : accumulate(unit);
+  }
+
+  void accumulate(Unit& unit) {
+    for (auto& group : at(unit).groups) {
+      if (!group.size.trainable) continue;
+      (group.sum.bytes > 0 ? group.sum : group.pack).take(pool_);
+      group.accumulated = true;
+    }
+    reshard(unit);
+  }
+
+  void reduce(Unit& unit) {
+    advance();
+    for (auto& group : at(unit).groups) {
+      if (group.size.trainable && !group.accumulated) group.pack.take(pool_);
+    }
+    reshard(unit);
+    for (auto& group : at(unit).groups) {
+      if (!group.size.trainable) continue;
+      group.partial.take(pool_);
+      (group.accumulated && group.sum.bytes > 0 ? group.sum_receive : group.receive).take(pool_);
+      group.accumulated = false;
+      group.stage = GroupReplay::Stage::kReduceScatter;
+    }
+    in_flight_.push_back(&unit);
+  }
+
+  void advance() {
+    std::vector<Unit*> left;
+    for (Unit* unit : in_flight_) {
+      bool more = false;
+      for (auto& group : at(*unit).groups) {
+        const bool scattered = group.stage == GroupReplay::Stage::kReduceScatter;
+        for (Lease* lease : {&group.pack, &group.receive, &group.sum, &group.sum_receive}) {
+          if (scattered) lease->give(pool_);
+        }
+        if (scattered && group.partial.bytes > 0) {
+          group.exchange.take(pool_);
+          group.stage = GroupReplay::Stage::kAllReduce;
+          more = true;
+          continue;
+        }
+        group.partial.give(pool_);
+        group.exchange.give(pool_);
+        group.stage = GroupReplay::Stage::kIdle;
+      }
+      if (more) left.push_back(unit);
+    }
+    in_flight_ = left;
+  }
+
+  NoMemory allocator_;
+  MemoryPool pool_{&allocator_};
+  Unit& root_;
+  bool learned_ = false;
+  std::vector<Unit*> order_, forward_, backward_, in_flight_;
+  std::vector<UnitReplay> units_;
+};
+
+}  // namespace
+
+MemoryUse UnitHandle::plan_memory(bool local_accumulation) const {
+  MemoryUse plan;
+  std::vector<Unit*> units;
+  unit_->subtree(units);
+  for (Unit* unit : units) {
+    for (const auto& group : unit->groups()) {
+      plan.shards += group->shard_bytes();
+      if (group->trainable()) plan.gradients += group->shard_bytes();
+    }
+  }
+  Replay replay(*unit_);
+  for (const bool learned : {false, true, true}) {
+    if (local_accumulation) replay.step(learned, false);
+    replay.step(learned || local_accumulation, true);
+  }
+  plan.pool = static_cast<std::int64_t>(replay.capacity());
+  return plan;
+}
+
+}  // namespace fsdp
+}  // namespace hyper_parallel

@@ -1,0 +1,200 @@
+// Memory and bytes on the wire are what the formulas of docs/design/005-memory-and-traffic.md say, exactly.
+#include <gtest/gtest.h>
+
+#include <barrier>
+
+#include <torch/torch.h>
+
+#include <hyper_parallel/hyper_parallel.h>
+
+#include "support/counting_allocator.h"
+#include "support/rank_threads.h"
+#include "support/small_net.h"
+
+namespace hyper_parallel::testing {
+namespace {
+
+struct Case {
+  std::string name;
+  std::vector<int64_t> mesh = {2};
+  ShardLayout layout = ShardLayout::kPerParameter;
+  bool fusion = true;
+  std::optional<bool> reshard = {};
+  bool low_precision = false;  ///< bf16 parameters, fp32 reduction
+  bool accumulate = false;     ///< one backward without, one with gradient synchronisation
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
+
+FullyShardOptions options_of(const Case& c) {
+  FullyShardOptions options;
+  options.mesh = c.mesh.size() == 1 ? init_device_mesh("cpu", c.mesh, {"dp_shard"}) : init_device_mesh("cpu", c.mesh, {"dp_replicate", "dp_shard"});
+  options.reshard_after_forward = c.reshard;
+  options.shard_layout = c.layout;
+  options.comm_fusion = c.fusion;
+  if (c.low_precision) options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat32};
+  return options;
+}
+
+void train_step(const Net& net, const HSDPModule& root, bool accumulate) {
+  const Batch batch = make_batch(6, 5);
+  for (const bool sync : {false, true}) {
+    if (!sync && !accumulate) continue;
+    root.set_requires_gradient_sync(sync);
+    net_loss(net(batch.tokens), batch.targets).backward();
+  }
+  root.zero_grad();
+}
+
+std::vector<HSDPModule> units_of(const Net& net) {
+  return {HSDPModule::of(net->u1), HSDPModule::of(net->u2->inner), HSDPModule::of(net->u2), HSDPModule::of(net->u3), HSDPModule::of(net->u4), HSDPModule::of(net)};
+}
+
+/// Bytes that one rank sends over the shard axis in a step: each forward gathers, and each backward again where the forward freed;
+/// one reduction, in the compute dtype where nothing was accumulated in fp32 before.
+int64_t shard_axis_bytes(const Case& c, const Net& net, int64_t world) {
+  int64_t bytes = 0;
+  const int64_t compute = c.low_precision ? 2 : 4;
+  for (const HSDPModule& unit : units_of(net)) {
+    const bool root = unit.unit() == HSDPModule::of(net).unit();
+    const bool gathers_twice = c.reshard.value_or(!root);
+    for (const auto& group : unit.groups(false)) {
+      const int64_t numel = group.shard.numel();
+      bytes += (world - 1) * numel * compute * (gathers_twice ? 2 : 1) * (c.accumulate ? 2 : 1);
+      bytes += (world - 1) * numel * (c.accumulate ? 4 : compute);
+    }
+  }
+  return bytes;
+}
+
+/// All-reduce in two phases of ceil chunks; below 4 KiB whole tensors in one phase.
+int64_t replicate_axis_bytes(const Net& net, int64_t replicas, int64_t rank) {
+  int64_t bytes = 0;
+  for (const HSDPModule& unit : units_of(net)) {
+    for (const auto& group : unit.groups(false)) {
+      const int64_t numel = group.shard.numel();
+      if (numel * 4 <= 4096) {
+        bytes += (replicas - 1) * numel * 4;
+        continue;
+      }
+      const int64_t chunk = (numel + replicas - 1) / replicas;
+      const int64_t own = std::min(numel, (rank + 1) * chunk) - std::min(numel, rank * chunk);
+      bytes += (numel - own) * 4 + (replicas - 1) * own * 4;
+    }
+  }
+  return bytes;
+}
+
+int64_t presence_bytes(const HSDPModule& root, int64_t ranks) {
+  int64_t parameters = 0;
+  for (const auto& group : root.groups()) parameters += static_cast<int64_t>(group.parameters.size());
+  return (ranks - 1) * ((parameters + 7) / 8);
+}
+
+class Accounting : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Accounting, MemoryAndTraffic) {
+  const Case& c = GetParam();
+  const int world = static_cast<int>(std::accumulate(c.mesh.begin(), c.mesh.end(), int64_t{1}, std::multiplies<>()));
+  const int64_t live_before = allocation_counts().live;
+  std::barrier meet(world);  // of the threads: a barrier of the group would allocate
+  run_ranks(world, {.allocator = counting_allocator()}, [&](int rank) {
+    Net net = make_net();
+    const FullyShardOptions options = options_of(c);
+    HSDPModule root = shard_net(net, options);
+    const Comm all = root.data_parallel_comm();
+    const fsdp::MemoryUse plan = root.plan_memory(c.accumulate);
+    for (int step = 0; step < 3; ++step) train_step(net, root, c.accumulate);
+
+    const fsdp::MemoryUse use = root.memory_use();
+    EXPECT_EQ(use.shards, plan.shards);
+    EXPECT_EQ(use.gradients, plan.gradients);
+    EXPECT_EQ(use.pool, plan.pool);
+
+    // From step 3 on nothing is allocated, and what is there is exactly the plan.
+    auto total = torch::tensor({use.total()}, torch::kLong);
+    all.all_reduce(total).wait();
+    meet.arrive_and_wait();
+    if (rank == 0) reset_allocation_counts();
+    meet.arrive_and_wait();
+    const int64_t held = allocation_counts().live - live_before;
+    meet.arrive_and_wait();
+    const Comm shard_axis = options.mesh.get_group(options.mesh.ndim() - 1);
+    const CommCounters before = shard_axis.counters();
+    const CommCounters before_replicate = options.mesh.get_group(int64_t{0}).counters();
+    train_step(net, root, c.accumulate);
+    const CommCounters after = shard_axis.counters();
+    const CommCounters after_replicate = options.mesh.get_group(int64_t{0}).counters();
+    train_step(net, root, c.accumulate);
+    meet.arrive_and_wait();
+    EXPECT_EQ(allocation_counts().allocations, 0) << "steady state";
+    EXPECT_GE(held, total.item<int64_t>());
+    EXPECT_LE(held - total.item<int64_t>(), world * 64 * 1024) << "control messages of the groups";
+
+    const bool hybrid = c.mesh.size() == 2;
+    const int64_t shards = c.mesh.back();
+    int64_t want = shard_axis_bytes(c, net, shards);
+    if (!hybrid) want += presence_bytes(root, world);
+    EXPECT_EQ(after.bytes_sent - before.bytes_sent, shards > 1 ? want : 0);
+    if (hybrid && c.mesh[0] > 1) {
+      const auto coordinate = options.mesh.get_coordinate();
+      EXPECT_EQ(after_replicate.bytes_sent - before_replicate.bytes_sent, replicate_axis_bytes(net, c.mesh[0], (*coordinate)[0]));
+    }
+  });
+  EXPECT_EQ(allocation_counts().live, live_before) << "everything is freed with the last handle";
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  const std::vector<std::pair<std::string, std::vector<int64_t>>> meshes = {{"w1", {1}}, {"w2", {2}}, {"w3", {3}}, {"hsdp22", {2, 2}}};
+  for (const auto& [mesh_name, mesh] : meshes) {
+    for (const int layout : {0, 1, 2}) {
+      for (const int mode : {0, 1, 2, 3, 4}) {
+        Case c{.name = mesh_name + std::array{"Fused", "Unfused", "Ragged"}[static_cast<std::size_t>(layout)] +
+                       std::array{"Default", "Reshard", "Keep", "LowPrecision", "LowPrecisionAccumulate"}[static_cast<std::size_t>(mode)],
+               .mesh = mesh,
+               .layout = layout == 2 ? ShardLayout::kRagged : ShardLayout::kPerParameter,
+               .fusion = layout != 1};
+        if (mode == 1 || mode == 2) c.reshard = mode == 1;
+        c.low_precision = mode >= 3;
+        c.accumulate = mode == 4;
+        all.push_back(c);
+      }
+    }
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Accounting, ::testing::ValuesIn(cases()), [](const auto& instance) { return instance.param.name; });
+
+/// Wrapping frees the original parameters: what is left is the shards.
+TEST(Wrapping, FreesTheOriginalParameters) {
+  CountCpuAllocations count;
+  run_ranks(2, [&](int rank) {
+    const Comm all = current_world().comm();
+    all.barrier();
+    if (rank == 0) {
+      auto make = [] {
+        nn::Linear layer(torch::nn::LinearOptions(512, 512).bias(false));
+        return layer;
+      };
+      const int64_t before = allocation_counts().live;
+      nn::Linear layer = make();
+      EXPECT_GE(allocation_counts().live - before, 512 * 512 * 4);
+    }
+    all.barrier();
+    nn::Linear layer(torch::nn::LinearOptions(512, 512).bias(false));
+    const DeviceMesh mesh = init_device_mesh("cpu", {2}, {"dp"});
+    all.barrier();
+    const int64_t with_parameters = allocation_counts().live;
+    all.barrier();
+    fully_shard(layer, {.mesh = mesh});
+    all.barrier();
+    // Two ranks each held the whole and now hold a half.
+    EXPECT_EQ(with_parameters - allocation_counts().live, 512 * 512 * 4);
+    all.barrier();
+  });
+}
+
+}  // namespace
+}  // namespace hyper_parallel::testing
