@@ -30,9 +30,11 @@ std::string first_line(const std::exception& error) {
 int fail(const std::exception& error, bool known_to_all) {
   const int rank = environment_rank();
   if (known_to_all && rank != 0) return EXIT_FAILURE;
-  const std::string who = known_to_all ? "" : "rank " + std::to_string(rank) + ": ";
+  const std::string text = first_line(error);
+  const bool says_who = known_to_all || text.find("(rank ") != std::string::npos;
+  const std::string who = says_who ? "" : "rank " + std::to_string(rank) + ": ";
   std::fflush(stdout);
-  std::fprintf(stderr, "hp-train: error: %s%s\n", who.c_str(), first_line(error).c_str());
+  std::fprintf(stderr, "hp-train: error: %s%s\n", who.c_str(), text.c_str());
   return EXIT_FAILURE;
 }
 
