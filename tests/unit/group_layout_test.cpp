@@ -8,6 +8,8 @@
 
 #include <gtest/gtest.h>
 
+#include <hyper_parallel/dtensor/layout.h>
+
 namespace hyper_parallel::fsdp {
 namespace {
 
@@ -193,6 +195,31 @@ TEST(GroupLayout, RaggedHoldsForRandomShapes) {
     const std::int64_t parameter_alignment = std::array{1, 16, 48}[random() % 3];
     SCOPED_TRACE(concat("round ", round, " world ", world, " alignment ", alignment, "/", parameter_alignment));
     check_ragged(random_parameters(random), world, alignment, parameter_alignment);
+  }
+}
+
+// Slices are what the placements Shard(dim) and RaggedShard say; a scalar in the per-parameter layout is RaggedShard(0, {1, 0,
+// ...}).
+TEST(GroupLayout, SlicesAgreeWithPlacements) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 300 && !HasFailure(); ++round) {
+    const int world = std::uniform_int_distribution<int>(1, 6)(random);
+    const Parameters parameters = random_parameters(random);
+    const auto chunks = GroupLayout::per_parameter(parameters, world);
+    const auto ragged = GroupLayout::ragged(parameters, world);
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto& shape = parameters[i].shape;
+      const auto ndim = static_cast<std::int64_t>(shape.size());
+      const auto cut = Layout::from_placements({world}, {RaggedShard(ragged.ragged_dims(i), ragged.ragged_units(i))}, ndim);
+      cut.validate(shape);
+      for (int rank = 0; rank < world; ++rank) {
+        const Shape coordinate = {rank};
+        EXPECT_EQ(cut.local_shape(shape, coordinate), ragged.slice(i, rank).shape);
+        if (ndim == 0) continue;
+        const auto shard = Layout::from_placements({world}, {Shard(parameters[i].shard_dim)}, ndim);
+        EXPECT_EQ(shard.local_shape(shape, coordinate), chunks.slice(i, rank).shape);
+      }
+    }
   }
 }
 
