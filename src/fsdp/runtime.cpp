@@ -23,11 +23,14 @@ void Runtime::remove(Unit& unit) {
   std::erase(units_, &unit);
   std::erase(in_flight_, &unit);
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->index = static_cast<int>(i);
-  // Learned orders speak of indices that are gone.
+  forget_orders();
+}
+
+/// Learned orders speak of indices, which have changed.
+void Runtime::forget_orders() {
   forward_orders_.clear();
   forward_order_ = nullptr;
-  backward_order_ = {};
-  reduce_order_ = {};
+  backward_plan_ = {};
   first_forwards_.clear();
   agreed_ = false;
 }
@@ -35,6 +38,7 @@ void Runtime::remove(Unit& unit) {
 void Runtime::absorb(Runtime& other) {
   if (&other == this) return;
   check_value(other.idle(), "fully_shard", "an inner unit is in the middle of a step, want it idle");
+  forget_orders();
   std::vector<Unit*> mine = std::move(units_);
   units_ = std::exchange(other.units_, {});
   units_.insert(units_.end(), mine.begin(), mine.end());
@@ -87,49 +91,68 @@ void Runtime::end_forward(bool completed) {
 
 void Runtime::prefetch(int index) { units_[static_cast<std::size_t>(index)]->start_unshard(); }
 
+/// Backward runs through a unit's own and its inner units' modules in reverse, and ends with the unit's gradients.
+void Runtime::expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const {
+  events.push_back({BackwardEvent::Kind::kGather, unit.index});
+  for (auto index = first_forwards_.rbegin(); index != first_forwards_.rend(); ++index) {
+    Unit& other = *units_[static_cast<std::size_t>(*index)];
+    if (other.parent() == &unit) expect_backward(other, events);
+  }
+  events.push_back({BackwardEvent::Kind::kReduce, unit.index});
+}
+
 void Runtime::enter_backward() {
   if (in_backward_) return;
   in_backward_ = true;
-  backward_order_.begin();
-  reduce_order_.begin();
+  backward_plan_.begin([this] {
+    std::vector<BackwardEvent> expected;
+    for (auto index = first_forwards_.rbegin(); index != first_forwards_.rend(); ++index) {
+      Unit& unit = *units_[static_cast<std::size_t>(*index)];
+      if (unit.is_root()) expect_backward(unit, expected);
+    }
+    return expected;
+  });
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     if (const auto runtime = self.lock()) runtime->finish_backward();
   });
 }
 
-void Runtime::look_ahead_backward(Unit& unit) {
-  const auto next = backward_order_.visit(unit.index);
+/// A unit that ran forward here and gets no gradient (its output is not part of this rank's loss) is gathered and contributes zeros at
+/// its place in the order, because the ranks where it does get one do so there.
+void Runtime::catch_up(const BackwardEvent& event) {
+  Unit& unit = *units_[static_cast<std::size_t>(event.unit)];
+  if (event.kind == BackwardEvent::Kind::kGather) {
+    if (!unit.awaits_backward || unit.in_backward()) return;
+    backward_plan_.record(event);
+    unit.start_backward();
+    return;
+  }
+  if (!unit.owes_reduction || unit.reduced_in_backward || !unit.trainable()) return;
+  backward_plan_.record(event);
+  if (!unit.requires_gradient_sync) return;
+  advance_reductions();
+  unit.start_reduce(unit.no_gradients());
+  in_flight_.push_back(&unit);
+}
+
+void Runtime::begin_unit_backward(Unit& unit) {
+  enter_backward();
+  backward_plan_.reach({BackwardEvent::Kind::kGather, unit.index}, [this](const BackwardEvent& event) { catch_up(event); });
+}
+
+void Runtime::look_ahead_backward() {
+  const auto next = backward_plan_.next_gather();
   if (next && units_[static_cast<std::size_t>(*next)]->unshard_in_backward) prefetch(*next);
 }
 
-std::vector<int> Runtime::expected_reductions() const {
-  if (reduce_order_.learned()) return reduce_order_.order();
-  return {first_forwards_.rbegin(), first_forwards_.rend()};
-}
-
-/// A unit that ran forward here and gets no gradient (its output is not part of this rank's loss) contributes zeros at its place in
-/// the order, because the ranks where it does get one reduce it there. `before` < 0: all that is left.
-void Runtime::catch_up(int before) {
-  const auto visit = [&](int index) {
-    Unit* unit = units_[static_cast<std::size_t>(index)];
-    if (!unit->owes_reduction || unit->reduced_in_backward || !unit->requires_gradient_sync || !unit->trainable()) return;
-    advance_reductions();
-    reduce_order_.visit(index);
-    unit->start_reduce(unit->no_gradients());
-    in_flight_.push_back(unit);
-  };
-  const std::vector<int> expected = expected_reductions();
-  const auto end = before < 0 ? expected.end() : std::find(expected.begin(), expected.end(), before);
-  if (before >= 0 && end == expected.end()) return;
-  for (auto it = expected.begin(); it != end; ++it) visit(*it);
-  if (before >= 0) return;
-  for (auto it = units_.rbegin(); it != units_.rend(); ++it) visit((*it)->index);
+void Runtime::skip_reduction(Unit& unit) {
+  enter_backward();
+  backward_plan_.reach({BackwardEvent::Kind::kReduce, unit.index}, [this](const BackwardEvent& event) { catch_up(event); });
 }
 
 void Runtime::reduce(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients) {
-  if (unit.data_parallel_comm().size() > 1) catch_up(unit.index);
+  skip_reduction(unit);
   advance_reductions();
-  reduce_order_.visit(unit.index);
   unit.start_reduce(gradients);
   in_flight_.push_back(&unit);
 }
@@ -147,12 +170,15 @@ void Runtime::drain_reductions() {
 
 void Runtime::finish_backward() {
   at::NoGradGuard no_grad;
-  catch_up(-1);
+  backward_plan_.reach_end([this](const BackwardEvent& event) { catch_up(event); });
+  for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit) {
+    catch_up({BackwardEvent::Kind::kGather, (*unit)->index});
+    catch_up({BackwardEvent::Kind::kReduce, (*unit)->index});
+  }
   drain_reductions();
   install_gradients();
   for (Unit* unit : units_) unit->end_backward();
-  backward_order_.finish();
-  reduce_order_.finish();
+  backward_plan_.finish();
   in_backward_ = false;
 }
 
@@ -203,8 +229,6 @@ void Runtime::install_gradients() {
 void Runtime::reset() {
   in_flight_.clear();
   for (Unit* unit : units_) unit->reset();
-  backward_order_.abandon();
-  reduce_order_.abandon();
   if (forward_order_ != nullptr) forward_order_->abandon();
   forward_order_ = nullptr;
   in_backward_ = false;

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "fsdp/backward_plan.h"
 #include "fsdp/buffer.h"
 #include "fsdp/learned_order.h"
 
@@ -36,20 +37,26 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   /// First gradient of a backward: queues the end-of-backward callback, once.
   void enter_backward();
-  void look_ahead_backward(Unit& unit);
+  /// The gradient of a unit's output has arrived: catches up with what other ranks did before.
+  void begin_unit_backward(Unit& unit);
+  /// After the unit is unsharded: starts the gather of the one that came next the last time.
+  void look_ahead_backward();
+  /// Without gradient synchronisation nothing is reduced, but the place in the order is the same.
+  void skip_reduction(Unit& unit);
   void reduce(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients);
   /// Drops everything that an aborted iteration left behind.
   void reset();
 
  private:
   void agree();
+  void forget_orders();
   void finish_backward();
-  void catch_up(int before);
+  void catch_up(const BackwardEvent& event);
+  void expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const;
   void advance_reductions();
   void drain_reductions();
   void install_gradients();
   void prefetch(int index);
-  [[nodiscard]] std::vector<int> expected_reductions() const;
 
   MemoryPool pool_;
   std::vector<Unit*> units_;
@@ -58,8 +65,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool in_backward_ = false;
   std::map<int, LearnedOrder> forward_orders_;  // by outermost unit
   LearnedOrder* forward_order_ = nullptr;
-  LearnedOrder backward_order_;
-  LearnedOrder reduce_order_;
+  BackwardPlan backward_plan_;
   std::vector<int> first_forwards_;  // units in order of their first forward
   std::deque<Unit*> in_flight_;
   at::Tensor presence_, all_presence_;

@@ -149,6 +149,7 @@ at::Tensor ForwardScope::output(const at::Tensor& tensor) {
   if (!at::GradMode::is_enabled() || !result.requires_grad()) return result;
   // An input passed through: a hook on the caller's own leaf would stay there for ever.
   if (result.is_leaf()) result = at::alias(result);
+  unit_.awaits_backward = true;
   result.register_hook([unit = unit_.weak_from_this()](const at::Tensor&) {
     if (const auto alive = unit.lock()) alive->pre_backward();
   });

@@ -252,27 +252,33 @@ void Unit::post_forward(int member, bool completed) {
 
 void Unit::pre_backward() {
   if (in_backward_) return;
-  runtime_->enter_backward();
+  runtime_->begin_unit_backward(*this);
+  start_backward();
+}
+
+void Unit::start_backward() {
   in_backward_ = true;
   if (unshard_in_backward) finish_unshard();
-  runtime_->look_ahead_backward(*this);
+  runtime_->look_ahead_backward();
 }
 
 void Unit::post_backward(std::vector<at::Tensor> gradients) {
   at::NoGradGuard no_grad;
-  runtime_->enter_backward();
-  in_backward_ = false;
   for (std::size_t input = 0; input < gradients.size(); ++input) {
     const NodeInput& place = node_inputs_[input];
     gradients_[place.group][place.parameter] = std::move(gradients[input]);
   }
   if (requires_gradient_sync) {
     runtime_->reduce(*this, gradients_);
+    in_backward_ = false;
     return;
   }
+  runtime_->skip_reduction(*this);
+  in_backward_ = false;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     if (groups_[g]->trainable()) groups_[g]->accumulate(gradients_[g], runtime_->pool());
   }
+  awaits_backward = false;
   owes_reduction = true;
   reshard();
 }
@@ -285,6 +291,7 @@ void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
   reshard();
   if (data_parallel_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
   for (auto& group : groups_) group->launch_reduce(pool);
+  awaits_backward = false;
   owes_reduction = false;
   reduced_in_backward = true;
 }
@@ -297,6 +304,7 @@ bool Unit::advance_reduce() {
 
 void Unit::end_backward() {
   in_backward_ = false;
+  awaits_backward = false;
   reduced_in_backward = false;
   members_run_.clear();
   reshard();
@@ -309,6 +317,7 @@ void Unit::reset() {
     for (at::Tensor& gradient : gradients) gradient.reset();
   }
   in_backward_ = false;
+  awaits_backward = false;
   owes_reduction = false;
   reduced_in_backward = false;
   members_run_.clear();

@@ -31,6 +31,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void pre_forward();
   void post_forward(int member, bool completed);
   void pre_backward();
+  /// The part of pre_backward that needs no gradient: gathers the parameters.
+  void start_backward();
   void post_backward(std::vector<at::Tensor> gradients);
   /// After the last gradient of a backward: back to the sharded state.
   void end_backward();
@@ -53,6 +55,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   [[nodiscard]] std::vector<std::vector<at::Tensor>>& no_gradients() { return gradients_; }
   [[nodiscard]] Runtime& runtime() { return *runtime_; }
   [[nodiscard]] bool is_root() const { return parent_ == nullptr; }
+  [[nodiscard]] const Unit* parent() const { return parent_; }
+  [[nodiscard]] bool in_backward() const { return in_backward_; }
   [[nodiscard]] bool is_unsharded() const { return state_ == State::kUnsharded; }
   [[nodiscard]] bool trainable() const;
   [[nodiscard]] std::size_t parameter_count() const;
@@ -72,6 +76,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   // Bookkeeping of the runtime.
   int index = 0;
+  bool awaits_backward = false;        ///< an output that needs a gradient was returned since the last backward
   bool owes_reduction = false;         ///< ran a forward with gradients since its last reduction
   bool reduced_in_backward = false;    ///< took part in a reduction of the backward that is running
 

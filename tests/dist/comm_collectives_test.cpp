@@ -80,9 +80,9 @@ std::int64_t sent(const Comm& comm) {
   return counters.bytes_sent;
 }
 
-std::vector<std::int64_t> sizes_for(torch::Dtype type) {
+std::vector<std::int64_t> sizes_for(torch::Dtype type, int world) {
   Sizes sizes{0, 1, 5, 999};
-  if (type == torch::kFloat || type == torch::kBFloat16 || type == torch::kInt) sizes.push_back(kLarge);
+  if (type == torch::kFloat || type == torch::kBFloat16 || type == torch::kInt) sizes.push_back((kLarge / world) | 1);
   return sizes;
 }
 
@@ -97,7 +97,7 @@ class Collectives : public ::testing::TestWithParam<int> {
 TEST_P(Collectives, AllGather) {
   on_ranks([](const Comm& comm, int rank, int world) {
     for (const auto type : kAll) {
-      for (const auto n : sizes_for(type)) {
+      for (const auto n : sizes_for(type, world)) {
         std::vector<Tensor> parts;
         for (int q = 0; q < world; ++q) parts.push_back(data(q, n, type));
         const auto expected = torch::cat(parts);
@@ -141,7 +141,7 @@ TEST_P(Collectives, ReduceScatter) {
   on_ranks([](const Comm& comm, int rank, int world) {
     for (const auto type : kAll) {
       for (const auto op : {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax}) {
-        for (const auto n : sizes_for(type)) {
+        for (const auto n : sizes_for(type, world)) {
           const auto input = data(rank, n * world, type, op);
           const auto output = torch::zeros({n}, type);
           sent(comm);
@@ -159,7 +159,7 @@ TEST_P(Collectives, AllReduce) {
   on_ranks([](const Comm& comm, int rank, int world) {
     for (const auto type : kAll) {
       for (const auto op : {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax}) {
-        for (const auto n : sizes_for(type)) {
+        for (const auto n : sizes_for(type, world)) {
           const auto tensor = data(rank, n, type, op);
           const auto width = static_cast<std::int64_t>(tensor.element_size());
           sent(comm);

@@ -145,7 +145,7 @@ TEST_P(DTensorOnMesh, RedistributesBetweenAnyTwoLayouts) {
     const Sizes coordinate = *mesh.get_coordinate();
     const Comm group = group_of(mesh);
     Random random(17);
-    for (int round = 0; round < 60 && !::testing::Test::HasFailure(); ++round) {
+    for (int round = 0; round < 40 && !::testing::Test::HasFailure(); ++round) {
       const Sizes shape = random.shape();
       const auto full = random.tensor(shape, kDtypes[static_cast<std::size_t>(random.pick(0, 7))]);
       const Layout from = random.layout(mesh.shape(), shape, false);
@@ -212,7 +212,7 @@ TEST_P(DTensorOnMesh, ReducesPartialValues) {
     const Sizes coordinate = *mesh.get_coordinate();
     Random random(18);
     int partial = 0;
-    for (int round = 0; round < 60 && !::testing::Test::HasFailure(); ++round) {
+    for (int round = 0; round < 40 && !::testing::Test::HasFailure(); ++round) {
       const Sizes shape = random.shape();
       const Layout from = random.layout(mesh.shape(), shape, true);
       const Layout to = random.layout(mesh.shape(), shape, true);

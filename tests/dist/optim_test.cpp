@@ -1,0 +1,171 @@
+// Our AdamW and clipping give the numbers of torch's, on every number of ranks.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <torch/torch.h>
+
+#include <hyper_parallel/hyper_parallel.h>
+
+#include "support/rank_threads.h"
+#include "support/small_net.h"
+
+namespace hyper_parallel::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+constexpr std::array kLayouts = {ShardLayout::kPerParameter, ShardLayout::kRagged};
+
+FullyShardOptions on_all(ShardLayout layout) {
+  FullyShardOptions options;
+  options.mesh = init_device_mesh("cpu", {get_world_size()}, {"dp"});
+  options.shard_layout = layout;
+  return options;
+}
+
+torch::optim::AdamWOptions torch_options() { return torch::optim::AdamWOptions(0.02).betas({0.8, 0.95}).weight_decay(0.1); }
+
+/// Both optimizers see exactly the same gradients: those of the sharded model, put into a torch optimizer over the whole tensors.
+TEST(AdamW, EqualsTorchOnTheSameGradients) {
+  for (const int world : {1, 2, 3}) {
+    run_ranks(world, [&](int rank) {
+      for (const auto layout : kLayouts) {
+        Net net = make_net({.skip_last = true});  // u4 never gets a gradient
+        const HSDPModule root = shard_net(net, on_all(layout));
+        optim::AdamW adamw(root, {.lr = 0.02, .betas = {0.8, 0.95}, .weight_decay = 0.1});
+        Tensors whole = full_parameters(root);
+        std::vector<torch::Tensor> list;
+        for (auto& [name, tensor] : whole) list.push_back(tensor.set_requires_grad(true));
+        torch::optim::AdamW reference(list, torch_options());
+        for (int step = 0; step < 6; ++step) {
+          net->options.skip_last = step < 2 || step == 4;  // its step count falls behind
+          adamw.zero_grad();
+          const Batch mine = make_batch(6, static_cast<uint64_t>(step)).part(rank, world);
+          net_loss(net(mine.tokens), mine.targets).backward();
+          const Tensors gradients = full_gradients(root);
+          for (auto& [name, tensor] : whole) {
+            const auto gradient = gradients.find(name);
+            tensor.mutable_grad() = gradient == gradients.end() ? torch::Tensor() : gradient->second;
+          }
+          adamw.step();
+          reference.step();
+          EXPECT_LT(relative_difference(full_parameters(root), whole), 2e-6) << "step " << step;
+        }
+        for (const auto& state : adamw.state()) EXPECT_EQ(state.step, state.name.starts_with("u4.") ? 3 : 6) << state.name;
+      }
+    });
+  }
+}
+
+TEST(AdamW, WeightDecayByParameter) {
+  run_ranks(2, [](int rank) {
+    for (const auto layout : kLayouts) {
+      Net net = make_net(), other = make_net();
+      const HSDPModule root = shard_net(net, on_all(layout));
+      optim::AdamW adamw(root, {.lr = 0.02, .weight_decay = 0.5, .decays = [](const std::string&, const std::vector<int64_t>& shape) { return shape.size() >= 2; }});
+      const HSDPModule plain_root = shard_net(other, on_all(layout));
+      optim::AdamW no_decay(plain_root, {.lr = 0.02, .weight_decay = 0});
+      const Batch mine = make_batch(4, 1).part(rank, 2);
+      net_loss(net(mine.tokens), mine.targets).backward();
+      net_loss(other(mine.tokens), mine.targets).backward();
+      const Tensors before = full_parameters(root);
+      adamw.step(), no_decay.step();
+      const Tensors decayed = full_parameters(root);
+      for (const auto& [name, value] : full_parameters(plain_root)) {
+        const auto want = value - (value.dim() >= 2 ? 0.02 * 0.5 * before.at(name) : torch::zeros_like(value));
+        EXPECT_TRUE(torch::allclose(decayed.at(name), want, 1e-5, 1e-6)) << name;
+      }
+    }
+  });
+}
+
+TEST(AdamW, TakesGradientsThatTheUserReplaced) {
+  run_ranks(2, [] {
+    nn::Linear layer(torch::nn::LinearOptions(4, 4).bias(false));
+    const HSDPModule root = fully_shard(layer, on_all(ShardLayout::kPerParameter));
+    optim::AdamW adamw(root, {.lr = 0.1, .weight_decay = 0});
+    layer(torch::ones({1, 4})).sum().backward();
+    torch::Tensor shard = layer->parameters()[0];
+    shard.mutable_grad() = -torch::ones_like(shard);
+    const auto before = shard.detach().clone();
+    adamw.step();
+    EXPECT_TRUE(torch::allclose(shard, before + 0.1, 1e-4, 1e-5));
+  });
+}
+
+TEST(AdamW, Errors) {
+  run_ranks(1, [] {
+    nn::Linear layer(4, 4);
+    const HSDPModule root = fully_shard(layer, on_all(ShardLayout::kPerParameter));
+    EXPECT_THAT([&] { optim::AdamW(root, {.lr = -1}); }, ThrowsMessage<ValueError>(HasSubstr("[AdamW] lr is -1")));
+    EXPECT_THAT([&] { optim::AdamW(root, {.betas = {0.9, 1.0}}); }, ThrowsMessage<ValueError>(HasSubstr("betas are 0.9 and 1")));
+    EXPECT_THAT([&] { optim::AdamW(root, {.eps = -1}); }, ThrowsMessage<ValueError>(HasSubstr("eps is -1")));
+    EXPECT_THAT([&] { optim::AdamW(root, {.weight_decay = -1}); }, ThrowsMessage<ValueError>(HasSubstr("weight_decay is -1")));
+    EXPECT_THAT([&] { optim::AdamW(fsdp::UnitHandle{}); }, ThrowsMessage<ValueError>(HasSubstr("root is empty")));
+  });
+}
+
+TEST(ClipGradNorm, EqualsTorch) {
+  for (const double p : {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()}) {
+    for (const double max_norm : {0.05, 1e6}) {
+      Net plain = make_net();
+      const Batch batch = make_batch(12, 1);
+      net_loss(plain(batch.tokens), batch.targets).backward();
+      // The tied weight has two names: clip each tensor once.
+      std::vector<torch::Tensor> parameters;
+      for (auto& entry : plain->named_parameters()) {
+        if (entry.key() != "head.weight") parameters.push_back(entry.value());
+      }
+      const double want = torch::nn::utils::clip_grad_norm_(parameters, max_norm, p);
+      for (const std::vector<int64_t>& mesh : {std::vector<int64_t>{1}, {2}, {3}, {2, 2}}) {
+        const auto world = std::accumulate(mesh.begin(), mesh.end(), int64_t{1}, std::multiplies<>());
+        run_ranks(static_cast<int>(world), [&](int rank) {
+          for (const auto layout : kLayouts) {
+            Net net = make_net();
+            FullyShardOptions options = on_all(layout);
+            if (mesh.size() == 2) options.mesh = init_device_mesh("cpu", mesh, {"dp_replicate", "dp_shard"});
+            const HSDPModule root = shard_net(net, options);
+            const Batch mine = batch.part(rank, world);
+            net_loss(net(mine.tokens), mine.targets).backward();
+            EXPECT_NEAR(clip_grad_norm_(root, max_norm, {.norm_type = p}), want, 1e-5 * want);
+            Tensors gradients = plain_gradients(*plain);
+            gradients.erase("head.weight");
+            EXPECT_LT(relative_difference(full_gradients(root), gradients), 2e-5);
+          }
+        });
+      }
+    }
+  }
+}
+
+/// Parameters outside of the tree are counted once (B38), and every rank gets the same plain number (B39).
+TEST(ClipGradNorm, PlainParametersAndEqualNumbers) {
+  run_ranks(3, [] {
+    nn::Linear layer(torch::nn::LinearOptions(5, 4).bias(false));
+    const HSDPModule root = fully_shard(layer, on_all(ShardLayout::kPerParameter));
+    layer(torch::ones({1, 5})).sum().backward();  // gradient: 20 ones
+    torch::Tensor plain = torch::ones({16}).set_requires_grad(true);
+    plain.mutable_grad() = torch::ones({16});
+    const double norm = clip_grad_norm_(root, 3.0, {.plain_parameters = {plain}});
+    EXPECT_DOUBLE_EQ(norm, 6.0);
+    EXPECT_NEAR(plain.grad()[0].item<double>(), 0.5, 1e-6);
+    for (const std::string& other : current_world().comm().all_gather_string(std::to_string(norm))) EXPECT_EQ(other, std::to_string(norm));
+  });
+}
+
+TEST(ClipGradNorm, Errors) {
+  run_ranks(2, [](int rank) {
+    nn::Linear layer(torch::nn::LinearOptions(4, 4).bias(false));
+    const HSDPModule root = fully_shard(layer, on_all(ShardLayout::kPerParameter));
+    EXPECT_THAT([&] { clip_grad_norm_(root, -1); }, ThrowsMessage<ValueError>(HasSubstr("max_norm is -1")));
+    EXPECT_THAT([&] { clip_grad_norm_(root, 1, {.norm_type = 0}); }, ThrowsMessage<ValueError>(HasSubstr("norm_type is 0")));
+    layer(torch::full({1, 4}, rank == 0 ? INFINITY : 1.0F)).sum().backward();
+    const Tensors before = full_gradients(root);
+    EXPECT_THAT([&] { clip_grad_norm_(root, 1, {.error_if_nonfinite = true}); }, ThrowsMessage<Error>(HasSubstr("want a finite number")));
+    EXPECT_TRUE(torch::equal(full_gradients(root).at("weight"), before.at("weight"))) << "nothing was scaled";
+  });
+}
+
+}  // namespace
+}  // namespace hyper_parallel::testing
