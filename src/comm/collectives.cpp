@@ -8,8 +8,10 @@
 namespace hyper_parallel {
 namespace {
 
-// Below this, all_reduce sends whole tensors in one phase: a second round trip costs more than the bytes.
+// Up to here all_reduce sends whole tensors in one phase, because a second round trip costs more than the bytes. With two ranks
+// one phase sends no more than two do; only the sum is done twice.
 constexpr std::int64_t kDirectAllReduceBytes = 4096;
+constexpr std::int64_t kDirectAllReduceBytesOfTwo = 65536;
 
 Comm::Impl& require(const std::shared_ptr<Comm::Impl>& impl, Op op) {
   check_value(impl != nullptr, op_name(op), "empty Comm handle, want one from World::comm or DeviceMesh::get_group");
@@ -196,7 +198,7 @@ Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options)
   const auto width = static_cast<std::int64_t>(tensor.element_size());
   const auto numel = tensor.numel();
   const auto total = numel * width;
-  const bool direct = total <= kDirectAllReduceBytes;
+  const bool direct = total <= (comm.size == 2 ? kDirectAllReduceBytesOfTwo : kDirectAllReduceBytes);
   const auto chunk = (numel + comm.size - 1) / comm.size;
   const auto start = [&](int r) { return std::min(numel, r * chunk); };
   const auto length = [&](int r) { return start(r + 1) - start(r); };
@@ -211,9 +213,9 @@ Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options)
   Started started(impl_, kOp, total, options.label, options.timeout);
   auto& op = *started.op;
   if (!alone && direct) {
-    const auto needed = kDirectAllReduceBytes * comm.size;
-    if (!op.scratch.defined() || static_cast<std::int64_t>(op.scratch.nbytes()) < needed)
-      op.scratch = byte_buffer(comm.allocator, needed);
+    const auto needed = total * comm.size;
+    const bool enough = op.scratch.defined() && static_cast<std::int64_t>(op.scratch.nbytes()) >= needed;
+    if (!enough) op.scratch = byte_buffer(comm.allocator, std::max(needed, kDirectAllReduceBytes * comm.size));
     space = op.scratch;
   }
   for (int k = 1; k < comm.size; ++k) {

@@ -37,8 +37,10 @@ at::Tensor byte_buffer(c10::Allocator* allocator, std::int64_t nbytes) {
 
 void check_tensor(Op op, const char* what, const at::Tensor& tensor) {
   check_value(tensor.defined(), op_name(op), what, " is undefined, want a tensor");
-  check_value(tensor.layout() == c10::Layout::Strided && tensor.device().is_cpu(), op_name(op), what, " is on ",
-              tensor.device().str(), ", want a dense tensor on cpu");
+  // The device's name is built only for the error: this runs in every operation.
+  if (tensor.layout() != c10::Layout::Strided || !tensor.device().is_cpu()) {
+    throw ValueError(concat('[', op_name(op), "] ", what, " is on ", tensor.device().str(), ", want a dense tensor on cpu"));
+  }
   check_value(tensor.is_contiguous(), op_name(op), what, " is not contiguous");
 }
 

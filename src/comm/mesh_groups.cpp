@@ -38,6 +38,7 @@ DeviceMesh DeviceMesh::from_group(const std::vector<Comm>& groups, std::string_v
   constexpr std::string_view kOp = "DeviceMesh::from_group";
   check_value(!groups.empty() && groups.size() == shape.size(), kOp, groups.size(), " groups for ", shape.size(),
               " dims, want one each");
+  check_value(!ranks.empty(), kOp, "no ranks given, want one for each position of the mesh");
   MeshRoot root;
   root.device_type = device_type;
   root.shape = shape;
@@ -57,6 +58,7 @@ DeviceMesh DeviceMesh::from_group(const std::vector<Comm>& groups, std::string_v
     world->size = std::max(*std::max_element(ranks.begin(), ranks.end()), root.rank) + 1;
     world->timeout = first.impl().timeout;
     world->allocator = first.impl().allocator;
+    world->fake = first.impl().fake;
   }
   root.world = std::make_shared<const World>(World(std::move(world)));
   auto mesh = make_root_mesh(kOp, std::move(root));

@@ -147,8 +147,8 @@ bool runs_on_one_host(const World::Impl& world) {
 
 void apply_options(World::Impl& world, const InitOptions& options) {
   check_value(options.timeout.count() > 0, kInit, "timeout ", options.timeout.count(), " ms, want more than 0");
-  check_value(options.backend.empty() || options.backend == "gloo", kInit, "backend \"", options.backend,
-              "\" is not in this build, want \"gloo\" or none");
+  check_value(options.backend.empty() || options.backend == "gloo" || options.backend == "fake", kInit, "backend \"",
+              options.backend, "\" is not in this build, want \"gloo\", \"fake\" or none");
   check_value((options.rank >= 0) == (options.world_size >= 0), kInit, "rank ", options.rank, " and world_size ",
               options.world_size, ", want both or none");
   check_value(options.store == nullptr || options.rank >= 0, kInit, "a store without rank and world_size, want all three");
@@ -163,14 +163,14 @@ void apply_options(World::Impl& world, const InitOptions& options) {
     if (options.local_rank >= 0) world.local_rank = options.local_rank;
   }
   world.timeout = options.timeout;
-  world.backend = options.backend;
+  world.fake = options.backend == "fake";
   world.allocator = options.allocator != nullptr ? options.allocator : c10::GetCPUAllocator();
 }
 
 World make_world(const InitOptions& options) {
   auto world = std::make_shared<World::Impl>();
   apply_options(*world, options);
-  if (world->size > 1) {
+  if (world->size > 1 && !world->fake) {
     if (options.store != nullptr) {
       auto* store = dynamic_cast<c10d::Store*>(options.store.get());
       check_value(store != nullptr, kInit, "`store` is not a c10d::Store");
@@ -227,7 +227,8 @@ std::shared_ptr<Comm::Impl> find_or_make_group(const std::shared_ptr<World::Impl
   group->world = world;
   group->sent.resize(ranks.size());
   group->received.resize(ranks.size());
-  if (group->size > 1) {
+  group->fake = world->fake;
+  if (group->size > 1 && !group->fake) {
     try {
       group->transport = make_gloo_transport(*world, "group/" + key, group->rank, group->size);
     } catch (const TransportError& error) {

@@ -18,9 +18,10 @@ struct World::Impl {
   int size = 1;
   int local_rank = 0;
   std::chrono::milliseconds timeout{};
-  std::string backend;
+
   c10::intrusive_ptr<c10::intrusive_ptr_target> store;  ///< c10d::Store; null in a world of one
   c10::Allocator* allocator = nullptr;
+  bool fake = false;      ///< dry run: groups have no peers
   bool one_host = false;  ///< all ranks run on this host: connect through loopback
 
   std::mutex mutex;

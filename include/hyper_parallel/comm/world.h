@@ -18,7 +18,8 @@ namespace hyper_parallel {
 class Comm;
 
 struct InitOptions {
-  std::string backend = {};                                          ///< "gloo", "nccl"; empty: chosen by the device of a mesh
+  /// "gloo"; "fake" for a dry run without peers (Comm::fake); empty: chosen by the device of a mesh.
+  std::string backend = {};
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< of every collective unless it says otherwise
   /// Rank threads and tests give these; by default they come from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
   int rank = -1;
@@ -26,8 +27,7 @@ struct InitOptions {
   int local_rank = -1;
   /// A c10d::Store through which the ranks meet; used for one world only (wrap it in a PrefixStore for another).
   c10::intrusive_ptr<c10::intrusive_ptr_target> store = {};
-  /// Where buffers that groups send from and receive into get their memory. Default: torch's CPU allocator. Must outlive the
-  /// world.
+  /// Memory of the buffers that groups send from and receive into; default: torch's CPU allocator. Must outlive the world.
   c10::Allocator* allocator = nullptr;
 };
 
