@@ -1,0 +1,40 @@
+"""The runs that are compared."""
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    key: str
+    title: str
+    side: str  # "torch": baseline.py, "ours": step_bench
+    arguments: tuple
+    every_round: bool = False
+    # Steps whose loss must equal the reference's: None for the first ones, 1 where the ranks part ways after the first update, 0 where
+    # nothing true is computed.
+    loss_steps: int | None = None
+
+
+REFERENCE, OURS, DDP = "fsdp2", "ours", "ddp"
+
+
+def training_columns(dtype):
+    """In the order in which they run; the first is the reference."""
+    common = ("--dtype", dtype)
+    return [
+        Column(REFERENCE, "PyTorch FSDP2", "torch", common + ("--mode", "fsdp2"), every_round=True),
+        Column(OURS, "ours, ragged", "ours", common + ("--layout", "ragged"), every_round=True),
+        Column(DDP, "PyTorch DDP", "torch", common + ("--mode", "ddp"), every_round=dtype == "fp32"),
+        Column("ours-per-parameter", "ours, per-parameter", "ours", common + ("--layout", "per-parameter")),
+        Column("fsdp2-no-reshard", "FSDP2, no resharding", "torch", common + ("--mode", "fsdp2-no-reshard")),
+        Column("ours-no-reshard", "ours, no resharding", "ours", common + ("--layout", "ragged", "--no-reshard")),
+        Column("none", "PyTorch, no communication", "torch", common + ("--mode", "none"), loss_steps=1),
+        Column("ours-faked-peers", "ours, faked peers", "ours", common + ("--layout", "ragged", "--faked-peers"), loss_steps=0),
+    ]
+
+
+def host_columns():
+    return [
+        Column(REFERENCE, "PyTorch FSDP2", "torch", ("--tiny", "--mode", "fsdp2")),
+        Column(OURS, "ours, ragged", "ours", ("--tiny", "--layout", "ragged")),
+        Column("ours-per-parameter", "ours, per-parameter", "ours", ("--tiny", "--layout", "per-parameter")),
+    ]
