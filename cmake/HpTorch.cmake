@@ -2,7 +2,8 @@
 #
 # Looked for in this order: CMAKE_PREFIX_PATH and Torch_DIR, as in any CMake project; HP_TORCH (variable or environment: a python that
 # has torch, a site-packages folder, or the torch folder of a wheel); HP_TORCH_HINTS (torch folders that the including file knows of).
-# A CUDA build of torch is used without a CUDA toolkit: its config file would refuse, so the target is made from its libraries then.
+# The config file of a CUDA build wants a CUDA toolkit of a fitting release and enables the CUDA language. Nothing here needs either, so
+# the target is made from the libraries of such a build.
 if(TARGET torch)
   return()
 endif()
@@ -29,7 +30,7 @@ function(hp_torch_folder where out)
   endif()
 endfunction()
 
-# The targets `torch` and `c10` from the libraries in `folder`.
+# The target `torch` from the libraries in `folder`.
 function(hp_import_torch folder)
   set(libraries "")
   foreach(name torch torch_cpu torch_cuda c10 c10_cuda)
@@ -61,12 +62,11 @@ if(NOT HP_TORCH_FOLDER)
     "  cmake -DCMAKE_PREFIX_PATH=$(python -c 'import torch; print(torch.utils.cmake_prefix_path)') ...")
 endif()
 
-file(STRINGS "${HP_TORCH_FOLDER}/version.py" hp_torch_cuda REGEX "^cuda.*= *'")
-set(CUDAToolkit_FOUND FALSE)
-if(hp_torch_cuda)
-  find_package(CUDAToolkit QUIET)
+set(hp_torch_cuda "")
+if(EXISTS "${HP_TORCH_FOLDER}/version.py")  # a bare libtorch has none, and its config file decides
+  file(STRINGS "${HP_TORCH_FOLDER}/version.py" hp_torch_cuda REGEX "^cuda.*= *'")
 endif()
-if(hp_torch_cuda AND NOT CUDAToolkit_FOUND)
+if(hp_torch_cuda)
   hp_import_torch("${HP_TORCH_FOLDER}")
 else()
   # The wheel has no such static library, and its config file warns about that at every run; nothing reads the variable.
