@@ -91,7 +91,7 @@ void Progress::step(const StepMetrics& metrics, double fraction, bool last) {
   const bool line = last || metrics.step == 1 || metrics.step % every_ == 0;
   if (line) print(step_line(metrics, max_steps_));
   if (!terminal_) return;
-  constexpr int kWidth = 30;
+  constexpr int kWidth = 20;
   const int filled = static_cast<int>(std::clamp(fraction, 0.0, 1.0) * kWidth);
   erase_bar();
   fmt::print(out_, "[{:#<{}}{:.<{}}] {:>3.0f} %  step {}  loss {:.3f}  {} tokens/s  ETA {}", "", filled, "", kWidth - filled,

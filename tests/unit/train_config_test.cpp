@@ -1,8 +1,8 @@
 // Configuration of hp-train: reading, overrides, and one message with file and line for every mistake.
 #include <hyper_parallel/train/config.h>
 
-#include <cstdio>
 #include <fstream>
+#include <random>
 #include <string>
 
 #include <gmock/gmock.h>
@@ -112,6 +112,31 @@ TEST(TrainConfig, ValuesThatContradictEachOther) {
   EXPECT_THAT(message_of("[train]\nmax_steps = 0\n"), HasSubstr("both 0, want at least one limit (a.toml:2)"));
   EXPECT_THAT(message_of("[parallel]\ndp_shard = 0\n"), HasSubstr("want -1 or an integer >= 1 (a.toml:2)"));
   EXPECT_THAT(message_of("[log]\nname = '../x'\n"), HasSubstr("want a plain folder name (a.toml:2)"));
+}
+
+TEST(TrainConfig, DamagedDocumentsGiveAnErrorOrAConfiguration) {
+  const std::string text = to_toml(parse_config("[sample]\nprompts = [\"a\", 'b']\n", "a.toml"));
+  std::mt19937_64 random(5);
+  const std::string bytes("[]{}=\"'.\n#\\0-e\xff\x00_,", 19);
+  int errors = 0;
+  for (int round = 0; round < 1000; ++round) {
+    std::string damaged = text;
+    for (int i = 0; i < 3; ++i) {
+      const std::size_t at = random() % damaged.size();
+      if (random() % 2 == 0)
+        damaged[at] = bytes[random() % bytes.size()];
+      else
+        damaged.erase(at, random() % 20);
+    }
+    try {
+      (void)parse_config(damaged, "a.toml");
+    } catch (const ValueError& error) {
+      ++errors;
+      EXPECT_THAT(error.what(), HasSubstr("[config] "));
+    }
+  }
+  EXPECT_GT(errors, 100);
+  EXPECT_THAT(message_of("[model]\nx = " + std::string(100000, '[')), HasSubstr("(a.toml:2)"));
 }
 
 TEST(TrainConfig, MissingFile) {

@@ -74,7 +74,7 @@ struct PrecisionConfig {
 struct LogConfig {
   std::string dir = "runs";
   std::string name = "hp-train";  ///< results go to dir/name
-  std::int64_t every = 10;        ///< steps between lines; metrics.jsonl gets every step
+  std::int64_t every = 1;         ///< steps between lines; metrics.jsonl gets every step
 };
 
 /// [sample]: text written after training.
