@@ -50,6 +50,7 @@ void ParamGroup::fill_shard(const std::vector<ParameterSlot>& slots) {
     const auto& slice = layout_.slice(i, rank_);
     ManagedParameter parameter;
     parameter.name = slots[i].name;
+    parameter.member = slots[i].member;
     parameter.full_shape = slots[i].parameter.sizes().vec();
     parameter.full = slots[i].parameter;
     parameter.trainable = slots[i].parameter.requires_grad();
@@ -121,12 +122,6 @@ void ParamGroup::readopt() {
     parameter.sharded.mutable_grad() = at::Tensor();
     parameter.sharded.set_data(parameter.home);
   }
-}
-
-std::uint64_t ParamGroup::version() const {
-  std::uint64_t sum = shard_.unsafeGetTensorImpl()->version_counter().current_version();
-  for (const auto& parameter : parameters_) sum += parameter.sharded.unsafeGetTensorImpl()->version_counter().current_version();
-  return sum;
 }
 
 void ParamGroup::build_gather_copies() {

@@ -38,7 +38,8 @@ struct GroupFootprint {
 };
 
 struct ManagedParameter {
-  std::string name;
+  std::string name;  ///< relative to its module of the unit
+  int member = 0;    ///< which of the unit's modules that is
   std::vector<std::int64_t> full_shape;
   at::Tensor full;       ///< P, the handle in the model's code
   at::Tensor sharded;    ///< S, the registered leaf
@@ -66,8 +67,6 @@ class ParamGroup {
 
   /// Makes every leaf a view of the flat shard again (torch::load and Module::to replace its storage), taking over the new values.
   void readopt();
-  /// Changes whenever somebody writes to the shards.
-  [[nodiscard]] std::uint64_t version() const;
 
   void start_gather(MemoryPool& pool);
   void finish_gather(MemoryPool& pool);

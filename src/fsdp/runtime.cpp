@@ -69,6 +69,7 @@ void Runtime::begin_forward(Unit& unit) {
   if (in_backward_ && !inside_autograd) reset();
   if (!agreed_) agree();
   if (depth_++ > 0 || in_backward_) return;
+  ++pass_;
   forward_order_ = &forward_orders_[unit.index];
   forward_order_->begin();
 }

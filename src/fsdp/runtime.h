@@ -28,6 +28,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   [[nodiscard]] MemoryPool& pool() { return pool_; }
   [[nodiscard]] const std::vector<Unit*>& units() const { return units_; }
   [[nodiscard]] bool in_backward() const { return in_backward_; }
+  /// Number of the outermost forward that is running or ran last.
+  [[nodiscard]] std::int64_t pass() const { return pass_; }
   [[nodiscard]] bool idle() const { return !in_backward_ && depth_ == 0 && in_flight_.empty(); }
 
   void begin_forward(Unit& unit);
@@ -62,6 +64,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<Unit*> units_;
   bool agreed_ = false;
   int depth_ = 0;
+  std::int64_t pass_ = 0;
   bool in_backward_ = false;
   std::map<int, LearnedOrder> forward_orders_;  // by outermost unit
   LearnedOrder* forward_order_ = nullptr;

@@ -29,7 +29,7 @@ std::vector<std::pair<std::string, DTensor>> UnitHandle::named_dtensors(bool rec
   std::vector<std::pair<std::string, DTensor>> result;
   visit(recurse, [&](Unit& unit, ParamGroup& group, std::size_t i) {
     const ManagedParameter& parameter = group.parameters()[i];
-    result.emplace_back(unit.qualified(parameter.name), wrap(parameter.sharded.detach(), unit, group, i));
+    result.emplace_back(unit.qualified(parameter), wrap(parameter.sharded.detach(), unit, group, i));
   });
   return result;
 }
@@ -38,7 +38,7 @@ std::vector<std::pair<std::string, DTensor>> UnitHandle::named_grad_dtensors(boo
   std::vector<std::pair<std::string, DTensor>> result;
   visit(recurse, [&](Unit& unit, ParamGroup& group, std::size_t i) {
     const ManagedParameter& parameter = group.parameters()[i];
-    if (parameter.sharded.grad().defined()) result.emplace_back(unit.qualified(parameter.name), wrap(parameter.sharded.grad(), unit, group, i));
+    if (parameter.sharded.grad().defined()) result.emplace_back(unit.qualified(parameter), wrap(parameter.sharded.grad(), unit, group, i));
   });
   return result;
 }

@@ -21,6 +21,7 @@ bool UnitHandle::is_unsharded() const { return unit_->is_unsharded(); }
 UnshardHandle UnitHandle::unshard(bool async_op) const {
   for (auto& group : unit_->groups()) group->readopt();
   unit_->start_unshard();
+  unit_->held = true;
   if (async_op) return UnshardHandle(unit_);
   unit_->finish_unshard();
   return {};
@@ -96,7 +97,7 @@ std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
         const ManagedParameter& parameter = group->parameters()[i];
         const ParameterSlice& slice = group->layout().slice(i, rank);
         result.parameters.push_back(
-            {unit->qualified(parameter.name), parameter.sharded, parameter.full_shape, slice.shard_offset, slice.numel});
+            {unit->qualified(parameter), parameter.sharded, parameter.full_shape, slice.shard_offset, slice.numel});
       }
     }
   }

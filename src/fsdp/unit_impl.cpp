@@ -37,9 +37,9 @@ Unit::~Unit() {
   }
 }
 
-std::string Unit::qualified(const std::string& parameter) const {
-  // The outermost unit's own name is a class name, not a path.
-  return is_root() ? parameter : concat(name_, '.', parameter);
+std::string Unit::qualified(const ManagedParameter& parameter) const {
+  if (!paths_.empty()) return concat(paths_[static_cast<std::size_t>(parameter.member)], '.', parameter.name);
+  return members == 1 ? parameter.name : concat(parameter.member, '.', parameter.name);
 }
 
 void Unit::add_groups(std::vector<ParameterSlot> slots, const std::vector<std::int64_t>& shard_dims) {
@@ -122,8 +122,10 @@ void Unit::sync_requires_grad() {
 
 void Unit::adopt(const std::vector<ChildUnit>& children) {
   for (const ChildUnit& child : children) {
-    child.unit->name_ = child.path;
-    for (auto& group : child.unit->groups_) group->rename_unit(child.path);
+    child.unit->paths_ = child.paths;
+    child.unit->name_.clear();
+    for (const std::string& path : child.paths) child.unit->name_ += (child.unit->name_.empty() ? "" : "+") + path;
+    for (auto& group : child.unit->groups_) group->rename_unit(child.unit->name_);
     if (child.unit->parent_ != nullptr) continue;
     child.unit->parent_ = this;
     children_.push_back(child.unit);
@@ -158,23 +160,17 @@ std::size_t Unit::parameter_count() const {
   return count;
 }
 
-std::uint64_t Unit::version() const {
-  std::uint64_t sum = 0;
-  for (const auto& group : groups_) sum += group->version();
-  return sum;
-}
-
 void Unit::describe(std::vector<std::string>& lines) const {
   const auto dtype = [](const std::optional<at::ScalarType>& type) { return type ? concat(*type) : std::string("default"); };
   const MixedPrecisionPolicy& policy = options_.mp_policy;
   lines.push_back(concat("unit ", name_, ": ", options_.mesh.to_string(), ", layout ",
                          options_.shard_layout == ShardLayout::kRagged ? "ragged" : "per-parameter", options_.comm_fusion ? "" : " unfused",
                          ", param_dtype ", dtype(policy.param_dtype), ", reduce_dtype ", dtype(policy.reduce_dtype),
-                         ", reshard_after_forward ", reshards_after_forward()));
+                         ", reshard_after_forward ", options_.reshard_after_forward.value_or(!is_root())));
   for (const auto& group : groups_) {
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ManagedParameter& parameter = group->parameters()[i];
-      lines.push_back(concat("parameter ", parameter.name, " of unit ", name_, ": ", group->shard().scalar_type(), ' ',
+      lines.push_back(concat("parameter ", qualified(parameter), " of unit ", name_, ": ", group->shard().scalar_type(), ' ',
                              at::IntArrayRef(parameter.full_shape), ", sharded on dim ", group->layout().parameter(i).shard_dim,
                              parameter.trainable ? "" : ", frozen"));
     }
@@ -182,8 +178,9 @@ void Unit::describe(std::vector<std::string>& lines) const {
 }
 
 bool Unit::reshards_after_forward() const {
-  // The root's backward comes first: by default its parameters stay. A forward without gradients has no backward to wait for.
-  return options_.reshard_after_forward.value_or(!is_root() || !at::GradMode::is_enabled());
+  // A forward without gradients has no backward to wait for. The root's backward comes first: by default its parameters stay.
+  if (!at::GradMode::is_enabled() && !held) return true;
+  return options_.reshard_after_forward.value_or(!is_root());
 }
 
 /// The first collective of each kind is preceded by a comparison, so that ranks that run different programs stop with both names.
@@ -196,7 +193,7 @@ void Unit::verify_once(bool& done, const char* what) {
 
 void Unit::start_unshard() {
   if (state_ != State::kSharded) return;
-  gathered_version_ = aliased_ ? 0 : version();
+  gathered_pass_ = runtime_->pass();
   if (!aliased_) {
     verify_once(gather_verified_, "all-gather");
     for (auto& group : groups_) group->start_gather(runtime_->pool());
@@ -221,6 +218,7 @@ void Unit::reshard() {
     }
   }
   state_ = State::kSharded;
+  held = false;
 }
 
 void Unit::pre_forward() {
@@ -228,8 +226,8 @@ void Unit::pre_forward() {
   try {
     for (auto& group : groups_) group->readopt();
     sync_requires_grad();
-    // Somebody (an optimizer, a load) wrote to the shards since they were gathered.
-    if (state_ != State::kSharded && !aliased_ && version() != gathered_version_) reshard();
+    // What an earlier pass left gathered may be older than the shards: an optimizer can have written to them, unseen.
+    if (state_ != State::kSharded && !held && gathered_pass_ != runtime_->pass() && !runtime_->in_backward()) reshard();
     finish_unshard();
     if (members_run_.empty()) runtime_->look_ahead_forward(*this);
     if (at::GradMode::is_enabled() && trainable()) owes_reduction = true;

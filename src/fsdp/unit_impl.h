@@ -47,7 +47,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void reset();
 
   [[nodiscard]] const std::string& name() const { return name_; }
-  [[nodiscard]] std::string qualified(const std::string& parameter) const;
+  [[nodiscard]] std::string qualified(const ManagedParameter& parameter) const;
   [[nodiscard]] const FullyShardOptions& options() const { return options_; }
   [[nodiscard]] std::vector<std::unique_ptr<ParamGroup>>& groups() { return groups_; }
   [[nodiscard]] const Comm& data_parallel_comm() const { return data_parallel_comm_; }
@@ -69,6 +69,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   int members = 1;  ///< modules that form this unit
 
+  /// The user gathered it by hand: it stays across forwards, and whoever changes the shards must reshard it.
+  bool held = false;
+
   // Switches; see UnitHandle.
   bool requires_gradient_sync = true;
   bool unshard_in_backward = true;
@@ -87,9 +90,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void sync_requires_grad();
   void verify_once(bool& done, const char* what);
   [[nodiscard]] bool reshards_after_forward() const;
-  [[nodiscard]] std::uint64_t version() const;
 
   std::string name_;
+  std::vector<std::string> paths_;  ///< of the modules below the outermost one, by member; empty while this is the outermost
   FullyShardOptions options_;
   Comm shard_comm_, replicate_comm_, data_parallel_comm_;
   std::vector<std::unique_ptr<ParamGroup>> groups_;
@@ -103,7 +106,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   Unit* parent_ = nullptr;
   std::vector<std::weak_ptr<Unit>> children_;
   State state_ = State::kSharded;
-  std::uint64_t gathered_version_ = 0;
+  std::int64_t gathered_pass_ = 0;  ///< forward pass in which the parameters were gathered
   bool aliased_ = false;  ///< every group is: gathering does nothing
   bool in_backward_ = false;
   std::vector<int> members_run_;  ///< members that have run since the unit was gathered for the first of them

@@ -36,14 +36,25 @@ class Collector {
     }
   }
 
+  void collect_member(Module& module, int member) {
+    member_ = member;
+    collect(module, "", true);
+  }
+
+  [[nodiscard]] Collected take() { return std::move(result_); }
+
+ private:
   void collect(Module& module, const std::string& prefix, bool top) {
     if (!visited_.insert(&module).second) return;
     auto* hooked = dynamic_cast<nn::HookedBase*>(&module);
     const bool inner_unit = !top && hooked != nullptr && hooked->unit() != nullptr;
     if (inner_unit) {
-      const auto known = std::any_of(result_.children.begin(), result_.children.end(),
-                                     [&](const fsdp::ChildUnit& child) { return child.unit == hooked->unit(); });
-      if (!known) result_.children.push_back({hooked->unit(), prefix.substr(0, prefix.size() - 1)});
+      auto child = std::find_if(result_.children.begin(), result_.children.end(),
+                                [&](const fsdp::ChildUnit& known) { return known.unit == hooked->unit(); });
+      if (child == result_.children.end()) child = result_.children.insert(child, {hooked->unit(), {}});
+      const auto member = static_cast<std::size_t>(hooked->member());
+      child->paths.resize(std::max(child->paths.size(), member + 1));
+      child->paths[member] = prefix.substr(0, prefix.size() - 1);
     }
     inside_ += inner_unit ? 1 : 0;
     if (inside_ == 0) take_parameters(module, prefix);
@@ -51,9 +62,6 @@ class Collector {
     inside_ -= inner_unit ? 1 : 0;
   }
 
-  [[nodiscard]] Collected take() { return std::move(result_); }
-
- private:
   void take_parameters(Module& module, const std::string& prefix) {
     auto& parameters = Access::parameters(module);
     for (auto& entry : parameters) {
@@ -65,7 +73,7 @@ class Collector {
       auto install = [&module, key = entry.key()](const at::Tensor& sharded) { Access::parameters(module)[key] = sharded; };
       const auto [place, added] = slot_of_.emplace(parameter.unsafeGetTensorImpl(), result_.slots.size());
       if (added) {
-        result_.slots.push_back({prefix + entry.key(), parameter, {}});
+        result_.slots.push_back({.name = prefix + entry.key(), .parameter = parameter, .member = member_});
       }
       result_.slots[place->second].install.emplace_back(std::move(install));
     }
@@ -76,6 +84,7 @@ class Collector {
   std::unordered_set<const Module*> visited_;
   std::unordered_map<const void*, std::size_t> slot_of_;
   int inside_ = 0;
+  int member_ = 0;
 };
 
 nn::HookedBase& hooks_of(Module& module) {
@@ -126,7 +135,7 @@ std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& 
   std::vector<nn::HookedBase*> hooks;
   for (std::size_t i = 0; i < roots.size(); ++i) {
     hooks.push_back(&hooks_of(*roots[i]));
-    collector.collect(*roots[i], roots.size() == 1 ? "" : concat(i, '.'), true);
+    collector.collect_member(*roots[i], static_cast<int>(i));
   }
   Collected collected = collector.take();
   const auto unit = fsdp::make_unit(display_name(*roots.front()), std::move(collected.slots), options, collected.children, static_cast<int>(roots.size()));

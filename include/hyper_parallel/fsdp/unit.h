@@ -25,10 +25,11 @@ class Unit;
 
 /// A parameter on its way into a unit.
 struct ParameterSlot {
-  std::string name;      ///< relative to the unit, e.g. "attention.wq.weight"
+  std::string name;      ///< relative to its module of the unit, e.g. "attention.wq.weight"
   at::Tensor parameter;  ///< the handle that the model's code holds; becomes a view of the unit's gathered storage
   /// Put the sharded leaf where the parameter was registered: one call per place (tied parameters have several).
-  std::vector<std::function<void(const at::Tensor& sharded)>> install;
+  std::vector<std::function<void(const at::Tensor& sharded)>> install = {};
+  int member = 0;        ///< which of the modules that form the unit registers it
 };
 
 /// One managed parameter, as optimizers, clipping and state dictionaries see it.
@@ -120,10 +121,10 @@ class HP_API UnitHandle {
   std::shared_ptr<Unit> unit_;
 };
 
-/// A unit inside the modules of another one, with the path of its module below the outer unit's module.
+/// A unit inside the modules of another one, with the paths of its modules, by member, below the outer unit's module.
 struct ChildUnit {
   std::shared_ptr<Unit> unit;
-  std::string path;
+  std::vector<std::string> paths;
 };
 
 /// Takes the slots' parameters over and installs their sharded leaves. Local: ranks that disagree find out at their first forward.

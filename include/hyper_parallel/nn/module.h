@@ -22,6 +22,7 @@ class HookedBase {
  public:
   virtual ~HookedBase() = default;
   [[nodiscard]] const std::shared_ptr<fsdp::Unit>& unit() const noexcept { return unit_; }
+  [[nodiscard]] int member() const noexcept { return member_; }
   /// `member`: position of this module among the modules that form the unit.
   void set_unit(std::shared_ptr<fsdp::Unit> unit, int member) {
     unit_ = std::move(unit);

@@ -1,0 +1,51 @@
+// A rank dies in the middle of training: the others stop in time with the operation, the unit and the peer.
+#include <csignal>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "support/process.h"
+
+namespace hyper_parallel::testing {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class KillTraining : public ::testing::TestWithParam<int> {};
+
+TEST_P(KillTraining, SurvivorsStopWithNames) {
+  const int world = GetParam(), victim = 1;
+  auto ranks = start_ranks(world, HP_FSDP_PROGRAM, {"15000"});
+  for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for_output("training", 60s)) << rank.output();
+  const auto start = std::chrono::steady_clock::now();
+  ranks[victim].kill(SIGKILL);
+  EXPECT_EQ(ranks[victim].wait(10s), 128 + SIGKILL);
+  for (int r = 0; r < world; ++r) {
+    if (r == victim) continue;
+    auto& rank = ranks[static_cast<std::size_t>(r)];
+    EXPECT_EQ(rank.wait(30s), 3) << rank.output();
+    EXPECT_THAT(rank.output(), AllOf(ContainsRegex("Error: \\[(all_gather|reduce_scatter)_single\\] peer rank"), HasSubstr("(global 1)"), HasSubstr("closed the connection")));
+    EXPECT_THAT(rank.output(), ContainsRegex("(unit u[1-4]|unit u2.inner|unit Net|gradients present)"));
+    EXPECT_THAT(rank.output(), Not(HasSubstr("frame #")));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 14s) << "noticed before the timeout";
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, KillTraining, ::testing::Values(2, 3));
+
+TEST(FreezeTraining, TimesOutWithNames) {
+  auto ranks = start_ranks(2, HP_FSDP_PROGRAM, {"2000"});
+  for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for_output("training", 60s)) << rank.output();
+  ranks[1].kill(SIGSTOP);
+  EXPECT_EQ(ranks[0].wait(30s), 3) << ranks[0].output();
+  EXPECT_THAT(ranks[0].output(), AllOf(HasSubstr("no answer from peer rank 1 (global 1) within 2 s"), HasSubstr("unit ")));
+  ranks[1].kill(SIGCONT);
+  EXPECT_EQ(ranks[1].wait(30s), 3) << ranks[1].output();
+}
+
+}  // namespace
+}  // namespace hyper_parallel::testing
