@@ -8,6 +8,7 @@
 #include <hyper_parallel/core/log.h>
 
 #include "comm/backend.h"
+#include "comm/torch_compat.h"
 #include "comm/world_impl.h"
 
 namespace hyper_parallel {
@@ -83,6 +84,7 @@ class GlooTransport final : public Transport {
   }
 
   void publish(const std::string& key, const std::string& note) noexcept override {
+    const QuietTorchLog quiet;
     try {
       store_->set("note/" + key, note);
     } catch (const std::exception& error) {
@@ -91,11 +93,13 @@ class GlooTransport final : public Transport {
   }
 
   std::string read_note(const std::string& key, std::chrono::milliseconds patience) noexcept override {
+    const QuietTorchLog quiet;
     try {
       const std::string full = "note/" + key;
       store_->wait({full}, patience);
       return store_->get_to_str(full);
-    } catch (const std::exception&) {
+    } catch (const std::exception& error) {
+      log::debug("reading a note: ", first_line(error.what()));
       return {};
     }
   }

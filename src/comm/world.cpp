@@ -14,6 +14,7 @@
 #include <hyper_parallel/core/log.h>
 
 #include "comm/comm_impl.h"
+#include "comm/torch_compat.h"
 #include "comm/world_impl.h"
 
 namespace hyper_parallel {
@@ -171,6 +172,8 @@ World make_world(const InitOptions& options) {
   auto world = std::make_shared<World::Impl>();
   apply_options(*world, options);
   if (world->size > 1 && !world->fake) {
+    const QuietTorchLog quiet;
+    ignore_broken_pipes();
     if (options.store != nullptr) {
       auto* store = dynamic_cast<c10d::Store*>(options.store.get());
       check_value(store != nullptr, kInit, "`store` is not a c10d::Store");

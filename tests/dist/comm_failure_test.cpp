@@ -34,7 +34,11 @@ std::string message_of(Body&& body) {
 
 template <class Body>
 void on_two_ranks(Body body) {
-  run_ranks(2, RankOptions{.timeout = 1500ms}, [&](int rank) { body(current_world().comm(), rank); });
+  run_ranks(2, RankOptions{.timeout = 20s}, [&](int rank) {
+    const auto comm = current_world().comm();
+    comm.barrier();  // both start together, however busy the machine is
+    body(comm, rank);
+  });
 }
 
 void expect_plain(const std::string& message) {
@@ -47,16 +51,16 @@ TEST(Disagreement, DifferentOperationsTimeOutWithBothNames) {
     const auto b = torch::zeros({16});
     const auto message = message_of<TimeoutError>([&] {
       if (rank == 0) {
-        comm.all_gather_single(b, a, {.label = "layers.1"}).wait();
+        comm.all_gather_single(b, a, {.label = "layers.1", .timeout = 1500ms}).wait();
       } else {
-        comm.reduce_scatter_single(a, b, {.label = "layers.1"}).wait();
+        comm.reduce_scatter_single(a, b, {.label = "layers.1", .timeout = 1500ms}).wait();
       }
     });
     EXPECT_THAT(message, AllOf(HasSubstr(rank == 0 ? "[all_gather_single] no answer from peer rank 1"
                                                    : "[reduce_scatter_single] no answer from peer rank 0"),
                                HasSubstr("within 1.5 s"), HasSubstr("unit layers.1"), HasSubstr("group world"),
-                               HasSubstr("operation #1")));
-    EXPECT_THAT(message, HasSubstr(rank == 0 ? "it waits in reduce_scatter_single #1" : "it waits in all_gather_single #1"));
+                               HasSubstr("operation #2")));
+    EXPECT_THAT(message, HasSubstr(rank == 0 ? "it waits in reduce_scatter_single #2" : "it waits in all_gather_single #2"));
     EXPECT_THAT(message, HasSubstr("64 B"));
     expect_plain(message);
   });
@@ -67,7 +71,8 @@ TEST(Disagreement, DifferentLabelsTimeOut) {
     const auto a = torch::full({8}, rank, torch::kFloat);
     const auto b = torch::full({16}, 7.0F);
     const std::string mine = rank == 0 ? "layers.1" : "layers.2";
-    const auto message = message_of<TimeoutError>([&] { comm.all_gather_single(b, a, {.label = mine}).wait(); });
+    const auto message =
+        message_of<TimeoutError>([&] { comm.all_gather_single(b, a, {.label = mine, .timeout = 1500ms}).wait(); });
     EXPECT_THAT(message, AllOf(HasSubstr("unit " + mine), HasSubstr(rank == 0 ? "unit layers.2" : "unit layers.1")));
     EXPECT_EQ(b[rank == 0 ? 15 : 0].item<float>(), 7.0F) << "data of another unit arrived";
   });
@@ -78,7 +83,7 @@ TEST(Disagreement, DifferentSizesFailInsteadOfCorrupting) {
     const std::int64_t n = rank == 0 ? 8 : 4096;
     const auto a = torch::zeros({n});
     const auto b = torch::full({2 * n}, 7.0F);
-    const auto message = message_of<TimeoutError>([&] { comm.all_gather_single(b, a).wait(); });
+    const auto message = message_of<TimeoutError>([&] { comm.all_gather_single(b, a, {.timeout = 1500ms}).wait(); });
     EXPECT_THAT(message, AllOf(HasSubstr("64 B"), HasSubstr("32.8 kB"))) << message;
   });
 }
@@ -87,8 +92,8 @@ TEST(Disagreement, NothingAgainstSomething) {
   on_two_ranks([](const Comm& comm, int rank) {
     const std::int64_t n = rank == 0 ? 0 : 4;
     const auto body = [&] {
-      comm.all_gather_single(torch::zeros({2 * n}), torch::zeros({n})).wait();
-      comm.barrier();
+      comm.all_gather_single(torch::zeros({2 * n}), torch::zeros({n}), {.timeout = 1500ms}).wait();
+      comm.barrier({.timeout = 1500ms});
     };
     EXPECT_THAT(message_of<CommError>(body), HasSubstr("peer rank"));
   });
@@ -101,7 +106,7 @@ TEST(Disagreement, AnOperationsOwnTimeoutWins) {
     const auto start = std::chrono::steady_clock::now();
     // Rank 1 ends without taking part: either its connection closes or the time is up.
     EXPECT_THROW(comm.broadcast(tensor, 1, {.timeout = 200ms}).wait(), CommError);
-    EXPECT_LT(std::chrono::steady_clock::now() - start, 1400ms);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
   });
 }
 
@@ -130,12 +135,12 @@ TEST(Failure, LeavingRankIsNamedAndTheGroupStaysBroken) {
 }
 
 TEST(Failure, ErrorCarriesItsParts) {
-  run_ranks(2, RankOptions{.timeout = 500ms}, [](int rank) {
+  run_ranks(2, RankOptions{.timeout = 20s}, [](int rank) {
     const auto comm = current_world().comm();
     comm.barrier();
     try {
       auto tensor = torch::zeros({100});
-      if (rank == 0) comm.all_reduce(tensor, {.label = "norm"}).wait();
+      if (rank == 0) comm.all_reduce(tensor, {.label = "norm", .timeout = 500ms}).wait();
       if (rank == 1) std::this_thread::sleep_for(1500ms);
     } catch (const TimeoutError& error) {
       EXPECT_EQ(error.failure().operation, "all_reduce");

@@ -24,6 +24,7 @@ TEST_P(Kill, SurvivorsStopAndNameOperationUnitAndPeer) {
   auto& dead = ranks[static_cast<std::size_t>(victim)];
   dead.kill(SIGKILL);
   EXPECT_EQ(dead.wait(10s), 128 + SIGKILL);
+  int named_by = 0;
   for (int r = 0; r < world; ++r) {
     if (r == victim) continue;
     auto& rank = ranks[static_cast<std::size_t>(r)];
@@ -31,9 +32,14 @@ TEST_P(Kill, SurvivorsStopAndNameOperationUnitAndPeer) {
     EXPECT_THAT(rank.output(),
                 AllOf(HasSubstr("Error: [reduce_scatter_single] peer rank"), HasSubstr("closed the connection"),
                       HasSubstr("unit layers.4, group dp, operation #"), HasSubstr(world == 2 ? "1.6 MB" : "2.4 MB")));
-    EXPECT_THAT(rank.output(), HasSubstr("peer rank " + std::to_string(victim) + " (global " + std::to_string(victim) + ")"));
+    const auto name = "peer rank " + std::to_string(victim) + " (global " + std::to_string(victim) + ")";
+    const bool named = rank.output().find(name) != std::string::npos;
+    if (named) ++named_by;
+    // A survivor that stopped first may be blamed too: then its own message is quoted, unless the store died with rank 0.
+    EXPECT_TRUE(named || victim == 0) << rank.output();
     EXPECT_THAT(rank.output(), Not(HasSubstr("frame #")));
   }
+  EXPECT_GE(named_by, 1) << "no survivor names rank " << victim;
   EXPECT_LT(std::chrono::steady_clock::now() - start, 14s) << "a closed connection must be noticed before the timeout";
 }
 

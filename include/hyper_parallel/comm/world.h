@@ -53,6 +53,11 @@ class HP_API World {
 
 /// Joins the world that torchrun's environment describes (agent store or own TCP store), or makes a world of one without it.
 /// Sets the calling thread's current world and returns it. Collective when the world has more than one rank.
+/// Then the process ignores SIGPIPE from now on, unless it has a handler: a lost peer must be an error, not the end of the
+/// process.
+///
+/// ValueError: bad options or environment, ranks that disagree about the world size, a rank given twice. CommError or
+/// TimeoutError: the store cannot be reached, or a rank does not come (named).
 HP_API World init_process_group(const InitOptions& options = {});
 /// The calling thread's current world; makes a world of one when none was set and no launcher's environment is present,
 /// otherwise ValueError says to call init_process_group first.
