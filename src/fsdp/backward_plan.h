@@ -37,7 +37,9 @@ class BackwardPlan {
       while (cursor_ < end) skipped(expected_[cursor_++]);
       ++cursor_;
     }
-    recorded_.push_back(event);
+    // The event came after all: it was not its absence, only another order than expected.
+    std::erase(recorded_, Recorded{event, true});
+    recorded_.push_back({event, false});
   }
 
   /// Events that were expected and did not come.
@@ -56,13 +58,21 @@ class BackwardPlan {
   }
 
   void finish() {
-    if (recorded_ != expected_) expected_ = recorded_;
+    expected_.clear();
+    for (const Recorded& recorded : recorded_) expected_.push_back(recorded.event);
     learned_ = true;
   }
-  void record(const BackwardEvent& event) { recorded_.push_back(event); }
+  /// A skipped event that the caller made up for.
+  void record_skipped(const BackwardEvent& event) { recorded_.push_back({event, true}); }
 
  private:
-  std::vector<BackwardEvent> expected_, recorded_;
+  struct Recorded {
+    BackwardEvent event;
+    bool skipped = false;
+    friend bool operator==(const Recorded&, const Recorded&) = default;
+  };
+  std::vector<BackwardEvent> expected_;
+  std::vector<Recorded> recorded_;
   std::size_t cursor_ = 0;
   bool learned_ = false;
 };

@@ -124,12 +124,12 @@ void Runtime::catch_up(const BackwardEvent& event) {
   Unit& unit = *units_[static_cast<std::size_t>(event.unit)];
   if (event.kind == BackwardEvent::Kind::kGather) {
     if (!unit.awaits_backward || unit.in_backward()) return;
-    backward_plan_.record(event);
+    backward_plan_.record_skipped(event);
     unit.start_backward();
     return;
   }
   if (!unit.owes_reduction || unit.reduced_in_backward || !unit.trainable()) return;
-  backward_plan_.record(event);
+  backward_plan_.record_skipped(event);
   if (!unit.requires_gradient_sync) return;
   advance_reductions();
   unit.start_reduce(unit.no_gradients());

@@ -268,7 +268,6 @@ void Unit::post_backward(std::vector<at::Tensor> gradients) {
   }
   if (requires_gradient_sync) {
     runtime_->reduce(*this, gradients_);
-    in_backward_ = false;
     return;
   }
   runtime_->skip_reduction(*this);
@@ -289,6 +288,7 @@ void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
   reshard();
   if (data_parallel_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
   for (auto& group : groups_) group->launch_reduce(pool);
+  in_backward_ = false;
   awaits_backward = false;
   owes_reduction = false;
   reduced_in_backward = true;

@@ -63,6 +63,19 @@ TEST(BackwardPlan, SkippedEventsComeInOrder) {
   EXPECT_EQ(skipped.size(), 4U);
 }
 
+/// A unit that was caught up with and then got its gradient after all is expected at its real place the next time.
+TEST(BackwardPlan, AnotherOrderThanExpectedIsLearned) {
+  BackwardPlan plan;
+  const auto catch_up = [&](const BackwardEvent& event) { plan.record_skipped(event); };
+  plan.begin([] { return std::vector<BackwardEvent>{{Kind::kGather, 2}, {Kind::kReduce, 2}, {Kind::kGather, 1}, {Kind::kReduce, 1}}; });
+  for (const BackwardEvent& event : {BackwardEvent{Kind::kGather, 1}, {Kind::kGather, 2}, {Kind::kReduce, 2}, {Kind::kReduce, 1}}) plan.reach(event, catch_up);
+  plan.finish();
+  std::vector<BackwardEvent> order;
+  plan.begin(none);
+  plan.reach_end([&](const BackwardEvent& event) { order.push_back(event); });
+  EXPECT_EQ(order, (std::vector<BackwardEvent>{{Kind::kGather, 1}, {Kind::kGather, 2}, {Kind::kReduce, 2}, {Kind::kReduce, 1}}));
+}
+
 TEST(BackwardPlan, NextGatherOnlyOnceLearned) {
   BackwardPlan plan;
   const auto ignore = [](const BackwardEvent&) {};
