@@ -14,8 +14,8 @@ struct BackwardEvent {
   friend bool operator==(const BackwardEvent&, const BackwardEvent&) = default;
 };
 
-/// Follows a backward along the expected events. All ranks have the same plan, so that a rank on which a unit gets no gradient knows
-/// at which place the others gather and reduce it.
+/// Follows a backward along the expected events. All ranks have the same plan, so that a rank on which a unit gets no gradient
+/// knows at which place the others gather and reduce it.
 class BackwardPlan {
  public:
   /// `fallback()` gives the events to expect while nothing has been learned.

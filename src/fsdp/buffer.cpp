@@ -11,7 +11,8 @@
 namespace hyper_parallel::fsdp {
 
 MemoryPool::Block MemoryPool::take(std::size_t bytes) {
-  auto fit = std::lower_bound(free_.begin(), free_.end(), bytes, [](const Block& block, std::size_t want) { return block.bytes < want; });
+  auto fit = std::lower_bound(free_.begin(), free_.end(), bytes,
+                              [](const Block& block, std::size_t want) { return block.bytes < want; });
   if (fit != free_.end() && fit->bytes <= bytes + bytes / 4) {
     Block block = std::move(*fit);
     free_.erase(fit);
@@ -22,8 +23,8 @@ MemoryPool::Block MemoryPool::take(std::size_t bytes) {
 }
 
 void MemoryPool::give(Block block) {
-  auto place =
-      std::lower_bound(free_.begin(), free_.end(), block.bytes, [](const Block& other, std::size_t want) { return other.bytes < want; });
+  auto place = std::lower_bound(free_.begin(), free_.end(), block.bytes,
+                                [](const Block& other, std::size_t want) { return other.bytes < want; });
   free_.insert(place, std::move(block));
 }
 

@@ -10,8 +10,8 @@
 
 namespace hyper_parallel::fsdp {
 
-/// Free blocks by size. Blocks are never returned to the allocator before the pool dies, so a loop that repeats itself allocates nothing.
-/// Thread safety: one thread at a time.
+/// Free blocks by size. Blocks are never returned to the allocator before the pool dies, so a loop that repeats itself allocates
+/// nothing. Thread safety: one thread at a time.
 class MemoryPool {
  public:
   struct Block {
@@ -38,7 +38,8 @@ class MemoryPool {
 /// A flat tensor whose storage object lives for ever and whose memory is taken from a pool and given back.
 ///
 /// Views of `flat()` stay valid across swaps. While there is no memory, touching any of them throws `guard_message` (torch's own
-/// check of the data pointer); shapes, views and detach stay allowed. nbytes is never changed, since torch checks saved views against it.
+/// check of the data pointer); shapes, views and detach stay allowed. nbytes is never changed, since torch checks saved views
+/// against it.
 class SwappedBuffer {
  public:
   SwappedBuffer() = default;

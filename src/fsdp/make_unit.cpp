@@ -12,9 +12,10 @@ namespace {
 constexpr std::string_view kOp = "fully_shard";
 
 void check_mesh(const DeviceMesh& mesh, const std::string& unit) {
-  check_value(mesh.ndim() == 1 || mesh.ndim() == 2, kOp, "mesh has ", mesh.ndim(), " dims, want 1 (shard) or 2 (replicate, shard): ",
-              mesh.to_string(), " (unit ", unit, ')');
-  check_value(mesh.get_coordinate().has_value(), kOp, "rank ", mesh.world().rank(), " is not part of ", mesh.to_string(), " (unit ", unit, ')');
+  check_value(mesh.ndim() == 1 || mesh.ndim() == 2, kOp, "mesh has ", mesh.ndim(),
+              " dims, want 1 (shard) or 2 (replicate, shard): ", mesh.to_string(), " (unit ", unit, ')');
+  check_value(mesh.get_coordinate().has_value(), kOp, "rank ", mesh.world().rank(), " is not part of ", mesh.to_string(),
+              " (unit ", unit, ')');
 }
 
 void check_parameter(const ParameterSlot& slot, const DeviceMesh& mesh, const std::string& unit) {
@@ -22,12 +23,14 @@ void check_parameter(const ParameterSlot& slot, const DeviceMesh& mesh, const st
   const auto where = [&] { return concat(" (parameter ", slot.name, " of unit ", unit, ')'); };
   if (const auto owner = managed_by(parameter)) {
     throw ValueError(concat('[', kOp, "] parameter is already managed by unit ", *owner,
-                            ": wrap inner modules before outer ones, and keep modules that share a parameter in one unit", where()));
+                            ": wrap inner modules before outer ones, and keep modules that share a parameter in one unit",
+                            where()));
   }
   check_value(parameter.layout() == at::kStrided, kOp, "parameter is ", parameter.layout(), ", want Strided", where());
-  check_value(!parameter.is_meta(), kOp, "parameter is on the meta device, want real values: initialise the module first", where());
-  check_value(parameter.device().type() == at::Device(mesh.device_type()).type(), kOp, "parameter is on ", parameter.device(), ", want ",
-              mesh.device_type(), ", the device of the mesh", where());
+  check_value(!parameter.is_meta(), kOp, "parameter is on the meta device, want real values: initialise the module first",
+              where());
+  check_value(parameter.device().type() == at::Device(mesh.device_type()).type(), kOp, "parameter is on ", parameter.device(),
+              ", want ", mesh.device_type(), ", the device of the mesh", where());
   check_value(parameter.is_leaf(), kOp, "parameter is not a leaf, want a torch::nn parameter", where());
   check_value(!parameter.requires_grad() || at::isFloatingType(parameter.scalar_type()), kOp, "trainable parameter is ",
               parameter.scalar_type(), ", want a floating type", where());
@@ -39,8 +42,9 @@ std::int64_t choose_dim(const ParameterSlot& slot, const FullyShardOptions& opti
   if (!chosen) return 0;
   const std::int64_t ndim = slot.parameter.dim();
   const std::int64_t dim = *chosen < 0 ? *chosen + ndim : *chosen;
-  check_value(dim >= 0 && (dim < ndim || (ndim == 0 && dim == 0)), kOp, "shard_placement_fn returned dim ", *chosen, " for parameter ", slot.name,
-              " of shape ", slot.parameter.sizes(), ", want ", -ndim, " to ", ndim - 1, " (unit ", unit, ')');
+  check_value(dim >= 0 && (dim < ndim || (ndim == 0 && dim == 0)), kOp, "shard_placement_fn returned dim ", *chosen,
+              " for parameter ", slot.name, " of shape ", slot.parameter.sizes(), ", want ", -ndim, " to ", ndim - 1, " (unit ",
+              unit, ')');
   check_value(dim == 0 || options.shard_layout == ShardLayout::kPerParameter, kOp, "shard_placement_fn returned dim ", *chosen,
               " for parameter ", slot.name, ", want 0 or none: the ragged layout cuts flat rows (unit ", unit, ')');
   return dim;
@@ -58,7 +62,8 @@ void check_policy(const MixedPrecisionPolicy& policy, const std::string& unit) {
 
 DeviceMesh default_mesh(const std::vector<ParameterSlot>& slots) {
   const World world = current_world();
-  const std::string device = slots.empty() ? "cpu" : c10::DeviceTypeName(slots.front().parameter.device().type(), /*lower_case=*/true);
+  const std::string device =
+      slots.empty() ? "cpu" : c10::DeviceTypeName(slots.front().parameter.device().type(), /*lower_case=*/true);
   return init_device_mesh(device, {world.size()}, {"dp_shard"});
 }
 

@@ -13,12 +13,15 @@
 namespace hyper_parallel::fsdp {
 namespace {
 
-at::TensorOptions options_of(const ParameterSlot& slot) { return slot.parameter.options().requires_grad(false).memory_format({}); }
+at::TensorOptions options_of(const ParameterSlot& slot) {
+  return slot.parameter.options().requires_grad(false).memory_format({});
+}
 
 std::string guard_message(const std::string& unit) {
-  return concat("[fully_shard] the parameters of unit ", unit,
-                " are resharded: they were used outside of its forward. Call the module itself (holder(x) or holder->forward(x), not a "
-                "pointer to its Impl), return every tensor that the loss depends on from its forward, or call unshard() first.");
+  return concat(
+      "[fully_shard] the parameters of unit ", unit,
+      " are resharded: they were used outside of its forward. Call the module itself (holder(x) or holder->forward(x), not a "
+      "pointer to its Impl), return every tensor that the loss depends on from its forward, or call unshard() first.");
 }
 
 }  // namespace
@@ -33,7 +36,8 @@ ParamGroup::ParamGroup(GroupLayout layout, std::vector<ParameterSlot> slots, Gro
   aliased_ = layout_.world() == 1 && options_.compute_dtype == master_.dtype();
 
   const auto bits = [](at::ScalarType type) { return c10::elementSize(type); };
-  const bool lossless = options_.reduce_dtype == options_.compute_dtype || (bits(options_.reduce_dtype) > bits(options_.compute_dtype));
+  const bool lossless =
+      options_.reduce_dtype == options_.compute_dtype || (bits(options_.reduce_dtype) > bits(options_.compute_dtype));
   wire_dtype_ = lossless ? options_.compute_dtype : options_.reduce_dtype;
   accum_dtype_differs_ = wire_dtype_ != options_.reduce_dtype;
 
@@ -62,7 +66,8 @@ void ParamGroup::fill_shard(const std::vector<ParameterSlot>& slots) {
 
 at::Tensor ParamGroup::own_part(const at::Tensor& whole, std::size_t i) const {
   const auto& slice = layout_.slice(i, rank_);
-  if (layout_.kind() == ShardLayout::kRagged) return whole.contiguous().view(-1).narrow(0, slice.start, slice.numel).view(slice.shape);
+  if (layout_.kind() == ShardLayout::kRagged)
+    return whole.contiguous().view(-1).narrow(0, slice.start, slice.numel).view(slice.shape);
   if (whole.dim() == 0) return whole;
   const std::int64_t dim = layout_.parameter(i).shard_dim;
   return whole.narrow(dim, slice.start, slice.shape[static_cast<std::size_t>(dim)]);
@@ -101,7 +106,9 @@ bool ParamGroup::trainable() const {
   return false;
 }
 
-std::string ParamGroup::describe(std::size_t i) const { return concat("parameter ", parameters_[i].name, " of unit ", options_.unit); }
+std::string ParamGroup::describe(std::size_t i) const {
+  return concat("parameter ", parameters_[i].name, " of unit ", options_.unit);
+}
 
 void ParamGroup::readopt() {
   const auto* storage = shard_.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
@@ -110,12 +117,14 @@ void ParamGroup::readopt() {
     auto* leaf = parameter.sharded.unsafeGetTensorImpl();
     if (leaf->storage().unsafeGetStorageImpl() == storage && leaf->sizes() == parameter.home.sizes()) continue;
     const at::Tensor& moved = parameter.sharded;
-    check_value(moved.scalar_type() == shard_.scalar_type() && moved.device() == shard_.device(), "fully_shard", describe(i), " became ",
-                moved.scalar_type(), " on ", moved.device(), ", want ", shard_.scalar_type(), " on ", shard_.device(),
-                ": Module::to sees only the shard. Convert the module before fully_shard, or set MixedPrecisionPolicy::param_dtype");
+    check_value(
+        moved.scalar_type() == shard_.scalar_type() && moved.device() == shard_.device(), "fully_shard", describe(i), " became ",
+        moved.scalar_type(), " on ", moved.device(), ", want ", shard_.scalar_type(), " on ", shard_.device(),
+        ": Module::to sees only the shard. Convert the module before fully_shard, or set MixedPrecisionPolicy::param_dtype");
     const bool local = moved.sizes() == parameter.home.sizes();
-    check_value(local || moved.sizes() == at::IntArrayRef(parameter.full_shape), "fully_shard", describe(i), " was replaced by a tensor of shape ",
-                moved.sizes(), ", want this rank's part ", parameter.home.sizes(), " or the whole ", at::IntArrayRef(parameter.full_shape));
+    check_value(local || moved.sizes() == at::IntArrayRef(parameter.full_shape), "fully_shard", describe(i),
+                " was replaced by a tensor of shape ", moved.sizes(), ", want this rank's part ", parameter.home.sizes(),
+                " or the whole ", at::IntArrayRef(parameter.full_shape));
     at::NoGradGuard no_grad;
     const at::Tensor values = moved.detach();
     if (parameter.home.numel() > 0) parameter.home.copy_(local ? values : own_part(values, i));
@@ -127,7 +136,8 @@ void ParamGroup::readopt() {
 void ParamGroup::build_gather_copies() {
   const int world = layout_.world();
   if (layout_.in_place() || aliased_) return;
-  gathered_ = SwappedBuffer(layout_.shard_numel() * world, compute_, "[fully_shard] internal: gather buffer used after it was freed");
+  gathered_ =
+      SwappedBuffer(layout_.shard_numel() * world, compute_, "[fully_shard] internal: gather buffer used after it was freed");
   const at::Tensor flat = gathered_.flat();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const std::int64_t dim = layout_.parameter(i).shard_dim;
@@ -165,7 +175,6 @@ void ParamGroup::start_gather(MemoryPool& pool) {
   own.copy_(shard_);
   gather_ = options_.shard_comm.all_gather_single(buffer.flat(), own, {.label = options_.unit});
 }
-
 
 void ParamGroup::finish_gather(MemoryPool& pool) {
   if (aliased_ || layout_.world() == 1) return;

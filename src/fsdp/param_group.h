@@ -65,7 +65,8 @@ class ParamGroup {
   [[nodiscard]] bool aliased() const { return aliased_; }
   void rename_unit(const std::string& unit);
 
-  /// Makes every leaf a view of the flat shard again (torch::load and Module::to replace its storage), taking over the new values.
+  /// Makes every leaf a view of the flat shard again (torch::load and Module::to replace its storage), taking over the new
+  /// values.
   void readopt();
 
   void start_gather(MemoryPool& pool);
@@ -137,18 +138,18 @@ class ParamGroup {
   int replicas_ = 1;
 
   at::Tensor shard_, grad_;
-  bool aliased_ = false;   ///< world 1, same dtype: the gathered storage is the shard itself
+  bool aliased_ = false;  ///< world 1, same dtype: the gathered storage is the shard itself
   SwappedBuffer full_;
-  SwappedBuffer gathered_;           ///< rank-major gather output when it is not the full buffer
+  SwappedBuffer gathered_;  ///< rank-major gather output when it is not the full buffer
   std::vector<at::Tensor> gather_sources_, gather_places_;
   Work gather_;
 
   at::ScalarType wire_dtype_ = at::kFloat;
   bool accum_dtype_differs_ = false;
   Pack wire_;
-  Pack accumulation_;        ///< only when it has another dtype than the wire
-  SwappedBuffer partial_;    ///< reduced over the shard group, not yet over the replicas
-  SwappedBuffer exchange_;   ///< workspace of the all-reduce over the replicas
+  Pack accumulation_;       ///< only when it has another dtype than the wire
+  SwappedBuffer partial_;   ///< reduced over the shard group, not yet over the replicas
+  SwappedBuffer exchange_;  ///< workspace of the all-reduce over the replicas
   Pack* in_flight_ = nullptr;
   Stage stage_ = Stage::kIdle;
   Work reduction_;

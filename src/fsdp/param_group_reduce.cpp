@@ -12,7 +12,8 @@ ParamGroup::Pack ParamGroup::make_pack(at::ScalarType dtype) const {
   const at::TensorOptions options = master_.dtype(dtype);
   Pack pack;
   pack.buffer = SwappedBuffer(numel, options, "[fully_shard] internal: reduce buffer used after it was freed");
-  if (layout_.world() > 1) pack.receive = SwappedBuffer(numel, options, "[fully_shard] internal: receive buffer used after it was freed");
+  if (layout_.world() > 1)
+    pack.receive = SwappedBuffer(numel, options, "[fully_shard] internal: receive buffer used after it was freed");
   pack.pieces = pack_pieces(pack.buffer.flat());
   for (const auto& range : layout_.padding()) pack.padding.push_back(pack.buffer.flat().narrow(0, range.offset, range.numel));
   return pack;
@@ -25,7 +26,8 @@ std::vector<ParamGroup::Piece> ParamGroup::pack_pieces(const at::Tensor& flat) c
     const auto& shape = parameters_[i].full_shape;
     if (layout_.numel(i) == 0) continue;
     if (layout_.in_place()) {
-      pieces.push_back({.parameter = i, .view = shape, .place = flat.narrow(0, layout_.full_offset(i), layout_.numel(i)).view(shape)});
+      pieces.push_back(
+          {.parameter = i, .view = shape, .place = flat.narrow(0, layout_.full_offset(i), layout_.numel(i)).view(shape)});
       if (shape.empty()) pieces.back().view = {1}, pieces.back().place = pieces.back().place.view({1});
       continue;
     }
@@ -81,7 +83,9 @@ std::int64_t ParamGroup::exchange_numel() const {
 }
 
 GroupFootprint ParamGroup::footprint() const {
-  const auto bytes = [](std::int64_t numel, at::ScalarType dtype) { return static_cast<std::size_t>(numel) * c10::elementSize(dtype); };
+  const auto bytes = [](std::int64_t numel, at::ScalarType dtype) {
+    return static_cast<std::size_t>(numel) * c10::elementSize(dtype);
+  };
   const std::int64_t n = layout_.shard_numel();
   const std::int64_t rows = n * layout_.world();
   GroupFootprint size{.trainable = trainable()};
@@ -111,7 +115,8 @@ bool ParamGroup::prepare_grad() {
     const at::Tensor& grad = parameter.sharded.grad();
     if (!grad.defined()) {
       parameter.grad_home.zero_();
-    } else if (grad.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() != grad_.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()) {
+    } else if (grad.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() !=
+               grad_.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()) {
       parameter.grad_home.copy_(grad.detach());
       parameter.sharded.mutable_grad() = parameter.grad_home.variable_data();
     }
@@ -122,8 +127,8 @@ bool ParamGroup::prepare_grad() {
 void ParamGroup::check_gradients(const std::vector<at::Tensor>& gradients) const {
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     if (!gradients[i].defined()) continue;
-    check_value(gradients[i].layout() == at::kStrided, "fully_shard", "the gradient of ", describe(i), " is ", gradients[i].layout(),
-                ", want Strided: build the embedding with sparse(false)");
+    check_value(gradients[i].layout() == at::kStrided, "fully_shard", "the gradient of ", describe(i), " is ",
+                gradients[i].layout(), ", want Strided: build the embedding with sparse(false)");
   }
 }
 
@@ -223,7 +228,9 @@ void ParamGroup::launch_reduce(MemoryPool& pool) {
   // Low-precision partial sums are averaged at once so that they stay in range; otherwise one scale at the very end.
   const bool early = replicated && c10::elementSize(options_.reduce_dtype) < 4;
   const double average = 1.0 / (static_cast<double>(layout_.world()) * replicas_);
-  const ReduceScatterOptions options{.scale = !replicated ? average : early ? 1.0 / layout_.world() : 1.0,
+  const ReduceScatterOptions options{.scale = !replicated ? average
+                                              : early     ? 1.0 / layout_.world()
+                                                          : 1.0,
                                      .accumulate = !replicated && add_to_grad_,
                                      .workspace = source.receive.defined() ? &source.receive.flat() : nullptr,
                                      .label = options_.unit};

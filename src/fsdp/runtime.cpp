@@ -43,7 +43,8 @@ void Runtime::absorb(Runtime& other) {
   units_ = std::exchange(other.units_, {});
   units_.insert(units_.end(), mine.begin(), mine.end());
   // Own unit last, units that were absorbed before stay in front of it.
-  if (mine.size() > 1) std::rotate(units_.begin(), units_.begin() + static_cast<std::ptrdiff_t>(units_.size() - mine.size()), units_.end() - 1);
+  if (mine.size() > 1)
+    std::rotate(units_.begin(), units_.begin() + static_cast<std::ptrdiff_t>(units_.size() - mine.size()), units_.end() - 1);
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->index = static_cast<int>(i);
   agreed_ = false;
 }
@@ -76,7 +77,8 @@ void Runtime::begin_forward(Unit& unit) {
 
 void Runtime::look_ahead_forward(Unit& unit) {
   if (in_backward_ || forward_order_ == nullptr) return;
-  if (std::find(first_forwards_.begin(), first_forwards_.end(), unit.index) == first_forwards_.end()) first_forwards_.push_back(unit.index);
+  if (std::find(first_forwards_.begin(), first_forwards_.end(), unit.index) == first_forwards_.end())
+    first_forwards_.push_back(unit.index);
   if (const auto next = forward_order_->visit(unit.index)) prefetch(*next);
 }
 
@@ -118,8 +120,8 @@ void Runtime::enter_backward() {
   });
 }
 
-/// A unit that ran forward here and gets no gradient (its output is not part of this rank's loss) is gathered and contributes zeros at
-/// its place in the order, because the ranks where it does get one do so there.
+/// A unit that ran forward here and gets no gradient (its output is not part of this rank's loss) is gathered and contributes
+/// zeros at its place in the order, because the ranks where it does get one do so there.
 void Runtime::catch_up(const BackwardEvent& event) {
   Unit& unit = *units_[static_cast<std::size_t>(event.unit)];
   if (event.kind == BackwardEvent::Kind::kGather) {
@@ -194,7 +196,8 @@ void Runtime::install_gradients() {
   for (Unit* unit : units_) {
     if (!unit->reduced_in_backward) continue;
     const Comm& comm = unit->data_parallel_comm();
-    auto exchange = std::find_if(exchanges.begin(), exchanges.end(), [&](const auto& e) { return e.first.ranks() == comm.ranks(); });
+    auto exchange =
+        std::find_if(exchanges.begin(), exchanges.end(), [&](const auto& e) { return e.first.ranks() == comm.ranks(); });
     if (exchange == exchanges.end()) exchange = exchanges.insert(exchanges.end(), {comm, {}});
     for (auto& group : unit->groups()) {
       for (std::size_t i = 0; i < group->parameters().size(); ++i) exchange->second.push_back({unit, group.get(), i});

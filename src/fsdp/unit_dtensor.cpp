@@ -38,7 +38,8 @@ std::vector<std::pair<std::string, DTensor>> UnitHandle::named_grad_dtensors(boo
   std::vector<std::pair<std::string, DTensor>> result;
   visit(recurse, [&](Unit& unit, ParamGroup& group, std::size_t i) {
     const ManagedParameter& parameter = group.parameters()[i];
-    if (parameter.sharded.grad().defined()) result.emplace_back(unit.qualified(parameter), wrap(parameter.sharded.grad(), unit, group, i));
+    if (parameter.sharded.grad().defined())
+      result.emplace_back(unit.qualified(parameter), wrap(parameter.sharded.grad(), unit, group, i));
   });
   return result;
 }

@@ -164,9 +164,10 @@ void Unit::describe(std::vector<std::string>& lines) const {
   const auto dtype = [](const std::optional<at::ScalarType>& type) { return type ? concat(*type) : std::string("default"); };
   const MixedPrecisionPolicy& policy = options_.mp_policy;
   lines.push_back(concat("unit ", name_, ": ", options_.mesh.to_string(), ", layout ",
-                         options_.shard_layout == ShardLayout::kRagged ? "ragged" : "per-parameter", options_.comm_fusion ? "" : " unfused",
-                         ", param_dtype ", dtype(policy.param_dtype), ", reduce_dtype ", dtype(policy.reduce_dtype),
-                         ", reshard_after_forward ", options_.reshard_after_forward.value_or(!is_root())));
+                         options_.shard_layout == ShardLayout::kRagged ? "ragged" : "per-parameter",
+                         options_.comm_fusion ? "" : " unfused", ", param_dtype ", dtype(policy.param_dtype), ", reduce_dtype ",
+                         dtype(policy.reduce_dtype), ", reshard_after_forward ",
+                         options_.reshard_after_forward.value_or(!is_root())));
   for (const auto& group : groups_) {
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ManagedParameter& parameter = group->parameters()[i];

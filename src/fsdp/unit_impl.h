@@ -79,9 +79,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   // Bookkeeping of the runtime.
   int index = 0;
-  bool awaits_backward = false;        ///< an output that needs a gradient was returned since the last backward
-  bool owes_reduction = false;         ///< ran a forward with gradients since its last reduction
-  bool reduced_in_backward = false;    ///< took part in a reduction of the backward that is running
+  bool awaits_backward = false;      ///< an output that needs a gradient was returned since the last backward
+  bool owes_reduction = false;       ///< ran a forward with gradients since its last reduction
+  bool reduced_in_backward = false;  ///< took part in a reduction of the backward that is running
 
  private:
   enum class State { kSharded, kUnsharding, kUnsharded };
@@ -100,14 +100,14 @@ class Unit : public std::enable_shared_from_this<Unit> {
   struct NodeInput {
     std::size_t group = 0, parameter = 0;
   };
-  std::vector<NodeInput> node_inputs_;                 // by input number of the node
-  std::vector<std::vector<int>> input_of_parameter_;   // [group][parameter], -1: not connected yet
+  std::vector<NodeInput> node_inputs_;                // by input number of the node
+  std::vector<std::vector<int>> input_of_parameter_;  // [group][parameter], -1: not connected yet
   std::shared_ptr<Runtime> runtime_;
   Unit* parent_ = nullptr;
   std::vector<std::weak_ptr<Unit>> children_;
   State state_ = State::kSharded;
   std::int64_t gathered_pass_ = 0;  ///< forward pass in which the parameters were gathered
-  bool aliased_ = false;  ///< every group is: gathering does nothing
+  bool aliased_ = false;            ///< every group is: gathering does nothing
   bool in_backward_ = false;
   std::vector<int> members_run_;  ///< members that have run since the unit was gathered for the first of them
   bool gather_verified_ = false;

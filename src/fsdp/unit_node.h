@@ -7,7 +7,8 @@ namespace hyper_parallel::fsdp {
 
 class Unit;
 
-/// The autograd node whose outputs are the parameters of a unit: it runs as soon as the last gradient of the last parameter is in.
+/// The autograd node whose outputs are the parameters of a unit: it runs as soon as the last gradient of the last parameter is
+/// in.
 class UnitNode : public torch::autograd::Node {
  public:
   // The highest sequence number makes the engine prefer this node over everything else that is ready.

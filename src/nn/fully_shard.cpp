@@ -67,8 +67,10 @@ class Collector {
     for (auto& entry : parameters) {
       const at::Tensor& parameter = entry.value();
       if (!parameter.defined() || ignored_.contains(parameter.unsafeGetTensorImpl())) continue;
-      check_value(dynamic_cast<torch::nn::ParameterListImpl*>(&module) == nullptr && dynamic_cast<torch::nn::ParameterDictImpl*>(&module) == nullptr,
-                  kOp, "parameter ", prefix, entry.key(), " is in a ParameterList or ParameterDict, which would hand the shard to forward: ",
+      check_value(dynamic_cast<torch::nn::ParameterListImpl*>(&module) == nullptr &&
+                      dynamic_cast<torch::nn::ParameterDictImpl*>(&module) == nullptr,
+                  kOp, "parameter ", prefix, entry.key(),
+                  " is in a ParameterList or ParameterDict, which would hand the shard to forward: ",
                   "register it with register_parameter and keep the returned tensor");
       auto install = [&module, key = entry.key()](const at::Tensor& sharded) { Access::parameters(module)[key] = sharded; };
       const auto [place, added] = slot_of_.emplace(parameter.unsafeGetTensorImpl(), result_.slots.size());
@@ -89,7 +91,8 @@ class Collector {
 
 nn::HookedBase& hooks_of(Module& module) {
   auto* hooked = dynamic_cast<nn::HookedBase*>(&module);
-  check_value(hooked != nullptr, kOp, "module ", module.name(), " has no hooks, want one declared with HP_MODULE (library modules: hyper_parallel::nn::",
+  check_value(hooked != nullptr, kOp, "module ", module.name(),
+              " has no hooks, want one declared with HP_MODULE (library modules: hyper_parallel::nn::",
               "Linear, Embedding, LayerNorm, or HP_MODULE_IMPL)");
   check_value(hooked->unit() == nullptr, kOp, "module ", module.name(), " is already a unit, want fully_shard once per module");
   return *hooked;
@@ -118,17 +121,20 @@ std::string display_name(const Module& module) {
 HSDPModule HSDPModule::of(const std::shared_ptr<Module>& module) {
   check_value(module != nullptr, "HSDPModule::of", "module is null");
   auto* hooked = dynamic_cast<nn::HookedBase*>(module.get());
-  check_value(hooked != nullptr && hooked->unit() != nullptr, "HSDPModule::of", "module ", module->name(), " is not sharded, want one after fully_shard");
+  check_value(hooked != nullptr && hooked->unit() != nullptr, "HSDPModule::of", "module ", module->name(),
+              " is not sharded, want one after fully_shard");
   return {module, hooked->unit()};
 }
 
 std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& modules, const FullyShardOptions& options) {
   check_value(!modules.empty(), kOp, "list of modules is empty, want at least one");
-  for (std::size_t i = 0; i < modules.size(); ++i) check_value(modules[i] != nullptr, kOp, "list element ", i, " is no module (null)");
+  for (std::size_t i = 0; i < modules.size(); ++i)
+    check_value(modules[i] != nullptr, kOp, "list element ", i, " is no module (null)");
 
   std::vector<std::shared_ptr<Module>> roots;
   for (const auto& module : modules) {
-    const bool below = std::any_of(modules.begin(), modules.end(), [&](const auto& other) { return other != module && is_below(*module, *other); });
+    const bool below = std::any_of(modules.begin(), modules.end(),
+                                   [&](const auto& other) { return other != module && is_below(*module, *other); });
     if (!below && std::find(roots.begin(), roots.end(), module) == roots.end()) roots.push_back(module);
   }
   Collector collector(options);
@@ -138,7 +144,8 @@ std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& 
     collector.collect_member(*roots[i], static_cast<int>(i));
   }
   Collected collected = collector.take();
-  const auto unit = fsdp::make_unit(display_name(*roots.front()), std::move(collected.slots), options, collected.children, static_cast<int>(roots.size()));
+  const auto unit = fsdp::make_unit(display_name(*roots.front()), std::move(collected.slots), options, collected.children,
+                                    static_cast<int>(roots.size()));
   for (std::size_t i = 0; i < hooks.size(); ++i) hooks[i]->set_unit(unit, static_cast<int>(i));
 
   if (roots.size() == 1 && dynamic_cast<torch::nn::EmbeddingImpl*>(roots.front().get()) != nullptr) {

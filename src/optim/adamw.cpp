@@ -23,11 +23,13 @@ AdamW::AdamW(const fsdp::UnitHandle& root, AdamWOptions options) : root_(root), 
   check_value(options_.lr >= 0, kOp, "lr is ", options_.lr, ", want at least 0");
   check_value(options_.eps >= 0, kOp, "eps is ", options_.eps, ", want at least 0");
   check_value(options_.weight_decay >= 0, kOp, "weight_decay is ", options_.weight_decay, ", want at least 0");
-  check_value(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, kOp, "betas are ", beta1, " and ", beta2, ", want both in [0, 1)");
+  check_value(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, kOp, "betas are ", beta1, " and ", beta2,
+              ", want both in [0, 1)");
   for (const fsdp::ShardedGroup& shard : root_.groups()) {
     Group& group = groups_.emplace_back();
     for (const auto& parameter : shard.parameters) {
-      group.parameters.push_back({.step = 0, .decays = !options_.decays || options_.decays(parameter.name, parameter.full_shape)});
+      group.parameters.push_back(
+          {.step = 0, .decays = !options_.decays || options_.decays(parameter.name, parameter.full_shape)});
     }
   }
 }
@@ -46,7 +48,8 @@ void AdamW::collect(const fsdp::ShardedGroup& shard, Group& group, std::vector<B
   };
   std::vector<std::size_t> order(shard.parameters.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return shard.parameters[a].offset < shard.parameters[b].offset; });
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return shard.parameters[a].offset < shard.parameters[b].offset; });
 
   std::vector<Run> runs;
   bool open = false;
@@ -61,7 +64,8 @@ void AdamW::collect(const fsdp::ShardedGroup& shard, Group& group, std::vector<B
     ++own.step;
     if (parameter.numel == 0) continue;
     const at::Tensor home = shard.grad.narrow(0, parameter.offset, parameter.numel);
-    if (grad.const_data_ptr() != home.const_data_ptr()) home.copy_(grad.reshape({-1}));  // the user put a tensor of their own there
+    if (grad.const_data_ptr() != home.const_data_ptr())
+      home.copy_(grad.reshape({-1}));  // the user put a tensor of their own there
     const std::int64_t end = parameter.offset + parameter.numel;
     if (open && runs.back().step == own.step && runs.back().decays == own.decays) {
       runs.back().end = end;
@@ -78,7 +82,8 @@ void AdamW::collect(const fsdp::ShardedGroup& shard, Group& group, std::vector<B
   for (const Run& run : runs) {
     auto batch = std::find_if(batches.begin(), batches.end(),
                               [&](const Batch& b) { return b.dtype == shard.shard.scalar_type() && b.decays == run.decays; });
-    if (batch == batches.end()) batch = batches.insert(batches.end(), Batch{shard.shard.scalar_type(), run.decays, {}, {}, {}, {}, {}});
+    if (batch == batches.end())
+      batch = batches.insert(batches.end(), Batch{shard.shard.scalar_type(), run.decays, {}, {}, {}, {}, {}});
     const auto part = [&](const at::Tensor& flat) { return flat.narrow(0, run.begin, run.end - run.begin); };
     batch->parameters.push_back(part(shard.shard));
     batch->gradients.push_back(part(shard.grad));
@@ -100,8 +105,9 @@ void AdamW::step() {
     if (shards[i].grad.defined()) collect(shards[i], groups_[i], batches);
   }
   for (Batch& batch : batches) {
-    at::_fused_adamw_(batch.parameters, batch.gradients, batch.exp_avgs, batch.exp_avg_sqs, {}, batch.steps, options_.lr, options_.betas.first,
-                      options_.betas.second, batch.decays ? options_.weight_decay : 0.0, options_.eps, /*amsgrad=*/false, /*maximize=*/false);
+    at::_fused_adamw_(batch.parameters, batch.gradients, batch.exp_avgs, batch.exp_avg_sqs, {}, batch.steps, options_.lr,
+                      options_.betas.first, options_.betas.second, batch.decays ? options_.weight_decay : 0.0, options_.eps,
+                      /*amsgrad=*/false, /*maximize=*/false);
   }
 }
 
@@ -117,7 +123,9 @@ std::vector<AdamW::State> AdamW::state() const {
       state.name = parameter.name;
       state.step = groups_[g].parameters[i].step;
       if (!groups_[g].exp_avg.defined()) continue;
-      const auto view = [&](const at::Tensor& flat) { return flat.narrow(0, parameter.offset, parameter.numel).view(parameter.sharded.sizes()); };
+      const auto view = [&](const at::Tensor& flat) {
+        return flat.narrow(0, parameter.offset, parameter.numel).view(parameter.sharded.sizes());
+      };
       state.exp_avg = view(groups_[g].exp_avg);
       state.exp_avg_sq = view(groups_[g].exp_avg_sq);
     }

@@ -39,7 +39,8 @@ double clip_grad_norm_(const fsdp::UnitHandle& root, double max_norm, const Clip
   const std::vector<fsdp::ShardedGroup> groups = root.groups();
   std::vector<std::pair<const fsdp::ShardedGroup*, double>> by_comm;  // one entry for each distinct set of ranks, in order
   for (const fsdp::ShardedGroup& group : groups) {
-    auto entry = std::find_if(by_comm.begin(), by_comm.end(), [&](const auto& e) { return e.first->shard_comm.ranks() == group.shard_comm.ranks(); });
+    auto entry = std::find_if(by_comm.begin(), by_comm.end(),
+                              [&](const auto& e) { return e.first->shard_comm.ranks() == group.shard_comm.ranks(); });
     if (entry == by_comm.end()) entry = by_comm.insert(by_comm.end(), {&group, 0.0});
     for (const auto& parameter : group.parameters) {
       const at::Tensor& grad = parameter.sharded.grad();
@@ -47,12 +48,14 @@ double clip_grad_norm_(const fsdp::UnitHandle& root, double max_norm, const Clip
     }
   }
   double total = 0;
-  for (const auto& [group, local] : by_comm) total = combine(total, over_ranks(group->shard_comm, local, largest, group->shard.options()), largest);
+  for (const auto& [group, local] : by_comm)
+    total = combine(total, over_ranks(group->shard_comm, local, largest, group->shard.options()), largest);
   for (const at::Tensor& parameter : options.plain_parameters) {
     if (parameter.grad().defined()) total = combine(total, optim::power_sum(parameter.grad(), p), largest);
   }
   const double norm = largest ? total : std::pow(total, 1.0 / p);
-  if (options.error_if_nonfinite && !std::isfinite(norm)) throw Error(concat('[', kOp, "] the norm of the gradients is ", norm, ", want a finite number"));
+  if (options.error_if_nonfinite && !std::isfinite(norm))
+    throw Error(concat('[', kOp, "] the norm of the gradients is ", norm, ", want a finite number"));
 
   const double factor = max_norm / (norm + 1e-6);
   if (factor >= 1.0) return norm;

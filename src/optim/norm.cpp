@@ -32,7 +32,8 @@ double sum_of_squares(const float* x, std::int64_t n) {
 
 double power_sum(const at::Tensor& x, double p) {
   if (x.numel() == 0) return 0;
-  if (p == 2 && x.scalar_type() == at::kFloat && x.is_cpu() && x.is_contiguous()) return sum_of_squares(x.const_data_ptr<float>(), x.numel());
+  if (p == 2 && x.scalar_type() == at::kFloat && x.is_cpu() && x.is_contiguous())
+    return sum_of_squares(x.const_data_ptr<float>(), x.numel());
   const at::Tensor magnitude = at::abs(x).to(at::kDouble);
   if (std::isinf(p)) return at::max(magnitude).item<double>();
   return at::sum(p == 1 ? magnitude : at::pow(magnitude, p)).item<double>();

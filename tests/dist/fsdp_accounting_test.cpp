@@ -28,7 +28,8 @@ std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.nam
 
 FullyShardOptions options_of(const Case& c) {
   FullyShardOptions options;
-  options.mesh = c.mesh.size() == 1 ? init_device_mesh("cpu", c.mesh, {"dp_shard"}) : init_device_mesh("cpu", c.mesh, {"dp_replicate", "dp_shard"});
+  options.mesh = c.mesh.size() == 1 ? init_device_mesh("cpu", c.mesh, {"dp_shard"})
+                                    : init_device_mesh("cpu", c.mesh, {"dp_replicate", "dp_shard"});
   options.reshard_after_forward = c.reshard;
   options.shard_layout = c.layout;
   options.comm_fusion = c.fusion;
@@ -47,11 +48,12 @@ void train_step(const Net& net, const HSDPModule& root, bool accumulate) {
 }
 
 std::vector<HSDPModule> units_of(const Net& net) {
-  return {HSDPModule::of(net->u1), HSDPModule::of(net->u2->inner), HSDPModule::of(net->u2), HSDPModule::of(net->u3), HSDPModule::of(net->u4), HSDPModule::of(net)};
+  return {HSDPModule::of(net->u1), HSDPModule::of(net->u2->inner), HSDPModule::of(net->u2),
+          HSDPModule::of(net->u3), HSDPModule::of(net->u4),        HSDPModule::of(net)};
 }
 
-/// Bytes that one rank sends over the shard axis in a step: each forward gathers, and each backward again where the forward freed;
-/// one reduction, in the compute dtype where nothing was accumulated in fp32 before.
+/// Bytes that one rank sends over the shard axis in a step: each forward gathers, and each backward again where the forward
+/// freed; one reduction, in the compute dtype where nothing was accumulated in fp32 before.
 int64_t shard_axis_bytes(const Case& c, const Net& net, int64_t world) {
   int64_t bytes = 0;
   const int64_t compute = c.low_precision ? 2 : 4;
@@ -146,12 +148,14 @@ TEST_P(Accounting, MemoryAndTraffic) {
 
 std::vector<Case> cases() {
   std::vector<Case> all;
-  const std::vector<std::pair<std::string, std::vector<int64_t>>> meshes = {{"w1", {1}}, {"w2", {2}}, {"w3", {3}}, {"hsdp22", {2, 2}}};
+  const std::vector<std::pair<std::string, std::vector<int64_t>>> meshes = {
+      {"w1", {1}}, {"w2", {2}}, {"w3", {3}}, {"hsdp22", {2, 2}}};
   for (const auto& [mesh_name, mesh] : meshes) {
     for (const int layout : {0, 1, 2}) {
       for (const int mode : {0, 1, 2, 3, 4}) {
         Case c{.name = mesh_name + std::array{"Fused", "Unfused", "Ragged"}[static_cast<std::size_t>(layout)] +
-                       std::array{"Default", "Reshard", "Keep", "LowPrecision", "LowPrecisionAccumulate"}[static_cast<std::size_t>(mode)],
+                       std::array{"Default", "Reshard", "Keep", "LowPrecision",
+                                  "LowPrecisionAccumulate"}[static_cast<std::size_t>(mode)],
                .mesh = mesh,
                .layout = layout == 2 ? ShardLayout::kRagged : ShardLayout::kPerParameter,
                .fusion = layout != 1};

@@ -34,27 +34,38 @@ TEST(BadInput, Messages) {
     const FullyShardOptions good = on_all();
     EXPECT_THAT([] { (void)init_device_mesh("cpu", {3}, {"dp"}); }, ThrowsMessage<ValueError>(HasSubstr("[init_device_mesh]")));
     EXPECT_THAT([&] { (void)good.mesh["tp"]; }, ThrowsMessage<ValueError>(HasSubstr("tp")));
-    EXPECT_THAT([] { fully_shard(std::vector<std::shared_ptr<torch::nn::Module>>{}); }, ThrowsMessage<ValueError>(HasSubstr("[fully_shard] list of modules is empty")));
+    EXPECT_THAT([] { fully_shard(std::vector<std::shared_ptr<torch::nn::Module>>{}); },
+                ThrowsMessage<ValueError>(HasSubstr("[fully_shard] list of modules is empty")));
     Mlp first(4, 4);
-    EXPECT_THAT([&] { fully_shard(std::vector<std::shared_ptr<torch::nn::Module>>{first.ptr(), nullptr}); },
-                ThrowsMessage<ValueError>(HasSubstr("list element 1 is no module")));
-    EXPECT_THAT([&] { fully_shard(std::shared_ptr<torch::nn::Module>()); }, ThrowsMessage<ValueError>(HasSubstr("module is null")));
+    EXPECT_THAT(
+        [&] {
+          fully_shard(std::vector<std::shared_ptr<torch::nn::Module>>{first.ptr(), nullptr});
+        },
+        ThrowsMessage<ValueError>(HasSubstr("list element 1 is no module")));
+    EXPECT_THAT([&] { fully_shard(std::shared_ptr<torch::nn::Module>()); },
+                ThrowsMessage<ValueError>(HasSubstr("module is null")));
     torch::nn::Linear plain(4, 4);
-    EXPECT_THAT([&] { fully_shard(plain, good); }, ThrowsMessage<ValueError>(HasSubstr("has no hooks, want one declared with HP_MODULE")));
+    EXPECT_THAT([&] { fully_shard(plain, good); },
+                ThrowsMessage<ValueError>(HasSubstr("has no hooks, want one declared with HP_MODULE")));
 
     FullyShardOptions dim = good;
     dim.shard_placement_fn = [](const std::string&, const at::Tensor&) { return std::optional<int64_t>(2); };
-    EXPECT_THAT([&] { fully_shard(first, dim); }, ThrowsMessage<ValueError>(HasSubstr("shard_placement_fn returned dim 2 for parameter")));
-    dim.shard_placement_fn = [](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? std::optional<int64_t>(1) : std::nullopt; };
+    EXPECT_THAT([&] { fully_shard(first, dim); },
+                ThrowsMessage<ValueError>(HasSubstr("shard_placement_fn returned dim 2 for parameter")));
+    dim.shard_placement_fn = [](const std::string&, const at::Tensor& p) {
+      return p.dim() == 2 ? std::optional<int64_t>(1) : std::nullopt;
+    };
     dim.shard_layout = ShardLayout::kRagged;
     EXPECT_THAT([&] { fully_shard(first, dim); }, ThrowsMessage<ValueError>(HasSubstr("the ragged layout cuts flat rows")));
 
     FullyShardOptions deep = good;
     deep.mesh = init_device_mesh("cpu", {1, 2, 1}, {"a", "b", "c"});
-    EXPECT_THAT([&] { fully_shard(first, deep); }, ThrowsMessage<ValueError>(HasSubstr("mesh has 3 dims, want 1 (shard) or 2 (replicate, shard)")));
+    EXPECT_THAT([&] { fully_shard(first, deep); },
+                ThrowsMessage<ValueError>(HasSubstr("mesh has 3 dims, want 1 (shard) or 2 (replicate, shard)")));
     FullyShardOptions integer = good;
     integer.mp_policy.param_dtype = torch::kInt;
-    EXPECT_THAT([&] { fully_shard(first, integer); }, ThrowsMessage<ValueError>(HasSubstr("mp_policy.param_dtype is Int, want a floating type")));
+    EXPECT_THAT([&] { fully_shard(first, integer); },
+                ThrowsMessage<ValueError>(HasSubstr("mp_policy.param_dtype is Int, want a floating type")));
     EXPECT_THAT([&] { (void)HSDPModule::of(first); }, ThrowsMessage<ValueError>(HasSubstr("is not sharded")));
 
     // Nothing was changed by any of these: the module still wraps and trains.
@@ -73,7 +84,8 @@ TEST(BadInput, TiedAcrossUnitsNamesBothPlaces) {
     const FullyShardOptions options = on_all();
     fully_shard(first, options);
     EXPECT_THAT([&] { fully_shard(second, options); },
-                ThrowsMessage<ValueError>(::testing::AllOf(HasSubstr("already managed by unit Mlp"), HasSubstr("parameter a.shared of unit Mlp"))));
+                ThrowsMessage<ValueError>(
+                    ::testing::AllOf(HasSubstr("already managed by unit Mlp"), HasSubstr("parameter a.shared of unit Mlp"))));
   });
 }
 
@@ -162,7 +174,8 @@ TEST(Disagreement, LaterOrderTimesOutWithNames) {
          for (int i = 0; i < 2; ++i) net(torch::ones({2, 6}), true).sum().backward();
          net(torch::ones({2, 6}), rank == 0).sum().backward();
        })) {
-    EXPECT_THAT(text, ::testing::AnyOf(HasSubstr("unit left"), HasSubstr("unit right"), HasSubstr("left,"), HasSubstr("right,"))) << text;
+    EXPECT_THAT(text, ::testing::AnyOf(HasSubstr("unit left"), HasSubstr("unit right"), HasSubstr("left,"), HasSubstr("right,")))
+        << text;
     EXPECT_THAT(text, HasSubstr("all_gather_single"));
   }
 }
@@ -172,8 +185,12 @@ TEST(Guard, ForwardBehindTheHooks) {
     Net net = make_net();
     shard_net(net, on_all());
     auto* raw = net->u1->as<MlpImpl>();
-    EXPECT_THAT([&] { (void)raw->forward(torch::ones({2, 12})); },
-                ThrowsMessage<std::exception>(::testing::AllOf(HasSubstr("the parameters of unit u1 are resharded"), HasSubstr("unshard()"))));
+    EXPECT_THAT(
+        [&] {
+          (void)raw->forward(torch::ones({2, 12}));
+        },
+        ThrowsMessage<std::exception>(
+            ::testing::AllOf(HasSubstr("the parameters of unit u1 are resharded"), HasSubstr("unshard()"))));
     // With the parameters gathered by hand the same call is fine.
     const HSDPModule unit = HSDPModule::of(net->u1);
     unit.unshard();

@@ -69,11 +69,15 @@ Record sharded_run(const Case& c) {
     net->u1->a->bias.set_requires_grad(false);
   }
   FullyShardOptions options;
-  options.mesh = c.mesh.size() == 1 ? init_device_mesh("cpu", c.mesh, {"dp_shard"}) : init_device_mesh("cpu", c.mesh, {"dp_replicate", "dp_shard"});
+  options.mesh = c.mesh.size() == 1 ? init_device_mesh("cpu", c.mesh, {"dp_shard"})
+                                    : init_device_mesh("cpu", c.mesh, {"dp_replicate", "dp_shard"});
   options.reshard_after_forward = c.reshard;
   options.shard_layout = c.layout;
   options.comm_fusion = c.fusion;
-  if (c.dim != 0) options.shard_placement_fn = [dim = c.dim](const std::string&, const at::Tensor& p) { return p.dim() > 1 ? std::optional(dim) : std::nullopt; };
+  if (c.dim != 0)
+    options.shard_placement_fn = [dim = c.dim](const std::string&, const at::Tensor& p) {
+      return p.dim() > 1 ? std::optional(dim) : std::nullopt;
+    };
   HSDPModule root = shard_net(net, options);
   torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   const int world = get_world_size();
@@ -125,8 +129,9 @@ TEST_P(Equivalence, EqualsPlainRun) {
 
 std::vector<Case> cases() {
   std::vector<Case> all;
-  const std::vector<std::pair<std::string, std::vector<int64_t>>> meshes = {{"w1", {1}},      {"w2", {2}},      {"w3", {3}},     {"w4", {4}},
-                                                                            {"hsdp22", {2, 2}}, {"hsdp14", {1, 4}}, {"hsdp41", {4, 1}}, {"hsdp11", {1, 1}}};
+  const std::vector<std::pair<std::string, std::vector<int64_t>>> meshes = {
+      {"w1", {1}},        {"w2", {2}},        {"w3", {3}},        {"w4", {4}},
+      {"hsdp22", {2, 2}}, {"hsdp14", {1, 4}}, {"hsdp41", {4, 1}}, {"hsdp11", {1, 1}}};
   for (const auto& [mesh_name, mesh] : meshes) {
     for (const auto layout : {0, 1, 2}) {
       for (const int mode : {0, 1, 2, 3}) {
@@ -137,7 +142,8 @@ std::vector<Case> cases() {
         c.reshard = mode == 0 ? std::optional<bool>() : std::optional(mode % 2 == 1);
         c.micro_batches = mode >= 2 ? 2 : 1;
         c.sync_each = mode == 3;
-        c.name = mesh_name + std::array{"Fused", "Unfused", "Ragged"}[static_cast<std::size_t>(layout)] + std::array{"Default", "Reshard", "NoSync", "SyncEach"}[static_cast<std::size_t>(mode)];
+        c.name = mesh_name + std::array{"Fused", "Unfused", "Ragged"}[static_cast<std::size_t>(layout)] +
+                 std::array{"Default", "Reshard", "NoSync", "SyncEach"}[static_cast<std::size_t>(mode)];
         all.push_back(c);
       }
     }
@@ -148,7 +154,12 @@ std::vector<Case> cases() {
       all.push_back({.name = "Twice" + suffix, .mesh = {world}, .layout = layout, .net = {.first_twice = true}});
       all.push_back({.name = "Skipped" + suffix, .mesh = {world}, .layout = layout, .net = {.skip_last = true}});
       all.push_back({.name = "Dropped" + suffix, .mesh = {world}, .layout = layout, .net = {.drop_last = true}});
-      all.push_back({.name = "DroppedNoSync" + suffix, .mesh = {world}, .layout = layout, .sync_each = false, .micro_batches = 2, .net = {.drop_last = true}});
+      all.push_back({.name = "DroppedNoSync" + suffix,
+                     .mesh = {world},
+                     .layout = layout,
+                     .sync_each = false,
+                     .micro_batches = 2,
+                     .net = {.drop_last = true}});
       all.push_back({.name = "Frozen" + suffix, .mesh = {world}, .layout = layout, .frozen = true});
       if (layout == ShardLayout::kPerParameter) {
         all.push_back({.name = "DimOne" + suffix, .mesh = {world}, .dim = 1});
@@ -159,7 +170,8 @@ std::vector<Case> cases() {
   return all;
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Equivalence, ::testing::ValuesIn(cases()), [](const auto& instance) { return instance.param.name; });
+INSTANTIATE_TEST_SUITE_P(All, Equivalence, ::testing::ValuesIn(cases()),
+                         [](const auto& instance) { return instance.param.name; });
 
 TEST(Determinism, TwoRunsAreBitwiseEqual) {
   for (const auto layout : {ShardLayout::kPerParameter, ShardLayout::kRagged}) {

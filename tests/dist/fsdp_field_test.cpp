@@ -17,7 +17,8 @@ using ::testing::ThrowsMessage;
 
 FullyShardOptions on_mesh(const std::vector<int64_t>& shape, ShardLayout layout = ShardLayout::kPerParameter) {
   FullyShardOptions options;
-  options.mesh = shape.size() == 1 ? init_device_mesh("cpu", shape, {"dp"}) : init_device_mesh("cpu", shape, {"dp_replicate", "dp_shard"});
+  options.mesh =
+      shape.size() == 1 ? init_device_mesh("cpu", shape, {"dp"}) : init_device_mesh("cpu", shape, {"dp_replicate", "dp_shard"});
   options.shard_layout = layout;
   return options;
 }
@@ -68,7 +69,9 @@ HSDPModule shard_chain(const Chain& chain, const FullyShardOptions& options) {
   return fully_shard(chain, options);
 }
 
-torch::Tensor rows(int64_t count, int64_t width, int step) { return torch::sin(torch::arange(count * width, torch::kFloat) * 0.7 + step).view({count, width}); }
+torch::Tensor rows(int64_t count, int64_t width, int step) {
+  return torch::sin(torch::arange(count * width, torch::kFloat) * 0.7 + step).view({count, width});
+}
 
 /// Trains plain and sharded side by side; `make` builds an optimizer over a module's parameters.
 template <class MakeOptimizer>
@@ -94,7 +97,8 @@ TEST(Field, B01OneElementParameter) {
   for (const int world : {1, 2, 4}) {
     run_ranks(world, [] {
       for (const auto layout : kLayouts) {
-        expect_parity({6, 5}, on_all(layout), [](auto p) { return torch::optim::Adam(p, torch::optim::AdamOptions(0.01)); }, 1e-4);
+        expect_parity(
+            {6, 5}, on_all(layout), [](auto p) { return torch::optim::Adam(p, torch::optim::AdamOptions(0.01)); }, 1e-4);
       }
     });
   }
@@ -105,9 +109,12 @@ TEST(Field, B03EmptyShards) {
   run_ranks(4, [] {
     for (const auto layout : kLayouts) {
       const auto options = on_all(layout);
-      expect_parity({6, 3, 2}, options, [](auto p) { return torch::optim::AdamW(p, torch::optim::AdamWOptions(0.01)); }, 1e-4);
-      expect_parity({6, 3, 2}, options, [](auto p) { return torch::optim::SGD(p, torch::optim::SGDOptions(0.1).momentum(0.9)); }, 1e-5);
-      expect_parity({6, 3, 2}, options, [](auto p) { return torch::optim::Adagrad(p, torch::optim::AdagradOptions(0.01)); }, 1e-4);
+      expect_parity(
+          {6, 3, 2}, options, [](auto p) { return torch::optim::AdamW(p, torch::optim::AdamWOptions(0.01)); }, 1e-4);
+      expect_parity(
+          {6, 3, 2}, options, [](auto p) { return torch::optim::SGD(p, torch::optim::SGDOptions(0.1).momentum(0.9)); }, 1e-5);
+      expect_parity(
+          {6, 3, 2}, options, [](auto p) { return torch::optim::Adagrad(p, torch::optim::AdagradOptions(0.01)); }, 1e-4);
     }
   });
 }
@@ -206,7 +213,9 @@ HP_MODULE(Divergent);
 TEST(Field, B17DivergentUse) {
   for (const bool tail_differs : {false, true}) {
     for (const int world : {2, 3}) {
-      const auto loss_of = [&](Divergent& model, int rank) { return model(rows(4, 6, rank), rank % 2 == 0, !tail_differs || rank == 0).square().mean(); };
+      const auto loss_of = [&](Divergent& model, int rank) {
+        return model(rows(4, 6, rank), rank % 2 == 0, !tail_differs || rank == 0).square().mean();
+      };
       Divergent plain;
       seed_parameters(*plain, 8);
       for (int rank = 0; rank < world; ++rank) (loss_of(plain, rank) / world).backward();
@@ -245,13 +254,18 @@ TEST(Field, B19RegistrationOrder) {
   run_ranks(2, [](int rank) {
     Ordered model(rank == 1);
     fully_shard(model, on_all());
-    EXPECT_THAT([&] { (void)model(torch::ones({1, 4})); },
-                ThrowsMessage<ValueError>(::testing::AllOf(HasSubstr("first.weight"), HasSubstr("second.weight"))));
+    EXPECT_THAT(
+        [&] {
+          (void)model(torch::ones({1, 4}));
+        },
+        ThrowsMessage<ValueError>(::testing::AllOf(HasSubstr("first.weight"), HasSubstr("second.weight"))));
   });
 }
 
 struct KeeperImpl : torch::nn::Module {
-  KeeperImpl() { layer = register_module("layer", torch::nn::Linear(4, 4)), last = register_module("last", torch::nn::Linear(4, 4)); }
+  KeeperImpl() {
+    layer = register_module("layer", torch::nn::Linear(4, 4)), last = register_module("last", torch::nn::Linear(4, 4));
+  }
   torch::Tensor forward(const torch::Tensor& x) {
     kept = torch::tanh(last(torch::tanh(layer(x))));
     return kept.detach() + last(x);
@@ -269,7 +283,8 @@ TEST(Field, B20LossOnKeptTensor) {
     const HSDPModule unit = fully_shard(keeper, {.mesh = on_all().mesh, .reshard_after_forward = true});
     (void)keeper(rows(2, 4, 0));
     EXPECT_THAT([&] { keeper->kept.sum().backward(); },
-                ThrowsMessage<std::exception>(::testing::AllOf(HasSubstr("unit Keeper"), HasSubstr("return every tensor that the loss depends on"))));
+                ThrowsMessage<std::exception>(
+                    ::testing::AllOf(HasSubstr("unit Keeper"), HasSubstr("return every tensor that the loss depends on"))));
     unit.reset_iter_state();
     (void)keeper(rows(2, 4, 0));
     unit.unshard();  // the way out that the message names
@@ -424,7 +439,8 @@ TEST(Field, B14FreezingAfterWrapping) {
       for (const int pattern : {0, 1, 2, 0}) {
         for (auto* model : {&chain, &plain}) {
           int i = 0;
-          for (auto& parameter : (*model)->parameters()) parameter.set_requires_grad(pattern == 0 || (i++ % 2 == 0) == (pattern == 1));
+          for (auto& parameter : (*model)->parameters())
+            parameter.set_requires_grad(pattern == 0 || (i++ % 2 == 0) == (pattern == 1));
           (*model)->zero_grad();
         }
         const int64_t each = 4, first = get_rank() * each;

@@ -22,7 +22,8 @@ struct Case {
 
 std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
 
-/// Each rank's low-precision gradients of an unsharded model, accumulated over micro-batches in fp32, then averaged in rank order.
+/// Each rank's low-precision gradients of an unsharded model, accumulated over micro-batches in fp32, then averaged in rank
+/// order.
 Tensors low_precision_gradients(const Case& c, const Batch& batch, int64_t world) {
   Tensors sum;
   for (int64_t rank = 0; rank < world; ++rank) {
@@ -58,7 +59,8 @@ TEST_P(Precision, BitwiseTheUnshardedGradients) {
   run_ranks(static_cast<int>(world), [&](int rank) {
     Net net = make_net();
     FullyShardOptions options;
-    options.mesh = c.mesh.size() == 1 ? init_device_mesh("cpu", c.mesh, {"dp"}) : init_device_mesh("cpu", c.mesh, {"dp_replicate", "dp_shard"});
+    options.mesh = c.mesh.size() == 1 ? init_device_mesh("cpu", c.mesh, {"dp"})
+                                      : init_device_mesh("cpu", c.mesh, {"dp_replicate", "dp_shard"});
     options.mp_policy = {.param_dtype = c.dtype, .reduce_dtype = torch::kFloat};
     options.shard_layout = c.layout;
     options.comm_fusion = c.fusion;
@@ -76,18 +78,23 @@ TEST_P(Precision, BitwiseTheUnshardedGradients) {
       for (const auto& [name, gradient] : got) EXPECT_EQ(gradient.scalar_type(), torch::kFloat) << name;
       EXPECT_EQ(relative_difference(got, want), 0.0) << "step " << step;
     }
-    for (const auto& parameter : net->parameters()) EXPECT_EQ(parameter.scalar_type(), torch::kFloat) << "the master keeps its dtype";
+    for (const auto& parameter : net->parameters())
+      EXPECT_EQ(parameter.scalar_type(), torch::kFloat) << "the master keeps its dtype";
   });
 }
 
 std::vector<Case> cases() {
   std::vector<Case> all;
-  for (const auto& [mesh_name, mesh] : {std::pair<std::string, std::vector<int64_t>>{"w1", {1}}, {"w2", {2}}, {"w3", {3}}, {"hsdp12", {1, 2}}, {"hsdp21", {2, 1}}}) {
+  for (const auto& [mesh_name, mesh] : {std::pair<std::string, std::vector<int64_t>>{"w1", {1}},
+                                        {"w2", {2}},
+                                        {"w3", {3}},
+                                        {"hsdp12", {1, 2}},
+                                        {"hsdp21", {2, 1}}}) {
     for (const int layout : {0, 1, 2}) {
       for (const int micro : {1, 2}) {
         for (const auto dtype : {at::kBFloat16, at::kHalf}) {
-          all.push_back({.name = mesh_name + std::array{"Fused", "Unfused", "Ragged"}[static_cast<std::size_t>(layout)] + (micro == 1 ? "" : "Accumulate") +
-                                 (dtype == at::kHalf ? "Half" : "BFloat16"),
+          all.push_back({.name = mesh_name + std::array{"Fused", "Unfused", "Ragged"}[static_cast<std::size_t>(layout)] +
+                                 (micro == 1 ? "" : "Accumulate") + (dtype == at::kHalf ? "Half" : "BFloat16"),
                          .mesh = mesh,
                          .layout = layout == 2 ? ShardLayout::kRagged : ShardLayout::kPerParameter,
                          .fusion = layout != 1,
@@ -107,8 +114,10 @@ struct ProbeImpl : torch::nn::Module {
     layer = register_module("layer", torch::nn::Linear(4, 4));
     count = register_buffer("count", torch::ones({1}));
   }
-  std::tuple<torch::Tensor, std::vector<torch::Tensor>> forward(const torch::Tensor& x, const std::map<std::string, torch::Tensor>& extra) {
-    seen = {x.scalar_type(), extra.at("float").scalar_type(), extra.at("long").scalar_type(), layer->weight.scalar_type(), count.scalar_type()};
+  std::tuple<torch::Tensor, std::vector<torch::Tensor>> forward(const torch::Tensor& x,
+                                                                const std::map<std::string, torch::Tensor>& extra) {
+    seen = {x.scalar_type(), extra.at("float").scalar_type(), extra.at("long").scalar_type(), layer->weight.scalar_type(),
+            count.scalar_type()};
     return {layer(x), {extra.at("float") * 2, extra.at("long")}};
   }
   torch::nn::Linear layer = nullptr;
@@ -125,7 +134,8 @@ TEST(Policy, CastsInputsAndOutputsInContainers) {
     const std::map<std::string, torch::Tensor> extra = {{"float", torch::ones({4})}, {"long", torch::ones({4}, torch::kLong)}};
     auto [y, list] = probe(torch::ones({2, 4}), extra);
     // Buffers keep their dtype (documented), integers are left alone.
-    EXPECT_EQ(probe->seen, (std::vector<at::ScalarType>{torch::kBFloat16, torch::kBFloat16, torch::kLong, torch::kBFloat16, torch::kFloat}));
+    EXPECT_EQ(probe->seen,
+              (std::vector<at::ScalarType>{torch::kBFloat16, torch::kBFloat16, torch::kLong, torch::kBFloat16, torch::kFloat}));
     EXPECT_EQ(y.scalar_type(), torch::kFloat);
     EXPECT_EQ(list[0].scalar_type(), torch::kFloat);
     EXPECT_EQ(list[1].scalar_type(), torch::kLong);

@@ -159,7 +159,8 @@ TEST(Lists, OneUnitOfThreeModules) {
         const auto before = comm.counters().calls;
         auto y = chain(x.narrow(0, rank * 2, 2));
         EXPECT_EQ(handles[0].is_unsharded(), !reshard);
-        EXPECT_EQ(comm.counters().calls - before, step == 0 ? 3 : 1) << "one gather for the three, after two comparisons in the first step";
+        EXPECT_EQ(comm.counters().calls - before, step == 0 ? 3 : 1)
+            << "one gather for the three, after two comparisons in the first step";
         y.square().mean().backward();
         EXPECT_FALSE(handles[0].is_unsharded());
         EXPECT_LT(relative_difference(full_gradients(root), plain_gradients(*plain)), 1e-5);
@@ -172,7 +173,8 @@ TEST(Lists, OneUnitOfThreeModules) {
 TEST(Lists, ChildrenOfListedModulesAreDropped) {
   run_ranks(2, [] {
     Nest nest(6);
-    const std::vector<HSDPModule> handles = fully_shard(std::vector<std::shared_ptr<torch::nn::Module>>{nest.ptr(), nest->inner.ptr()}, freed());
+    const std::vector<HSDPModule> handles =
+        fully_shard(std::vector<std::shared_ptr<torch::nn::Module>>{nest.ptr(), nest->inner.ptr()}, freed());
     ASSERT_EQ(handles.size(), 2U);
     EXPECT_EQ(handles[0].unit(), handles[1].unit());
     EXPECT_EQ(handles[0].groups().front().parameters.size(), 8U);

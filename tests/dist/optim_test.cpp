@@ -63,7 +63,10 @@ TEST(AdamW, WeightDecayByParameter) {
     for (const auto layout : kLayouts) {
       Net net = make_net(), other = make_net();
       const HSDPModule root = shard_net(net, on_all(layout));
-      optim::AdamW adamw(root, {.lr = 0.02, .weight_decay = 0.5, .decays = [](const std::string&, const std::vector<int64_t>& shape) { return shape.size() >= 2; }});
+      optim::AdamW adamw(root,
+                         {.lr = 0.02, .weight_decay = 0.5, .decays = [](const std::string&, const std::vector<int64_t>& shape) {
+                            return shape.size() >= 2;
+                          }});
       const HSDPModule plain_root = shard_net(other, on_all(layout));
       optim::AdamW no_decay(plain_root, {.lr = 0.02, .weight_decay = 0});
       const Batch mine = make_batch(4, 1).part(rank, 2);
@@ -150,7 +153,8 @@ TEST(ClipGradNorm, PlainParametersAndEqualNumbers) {
     const double norm = clip_grad_norm_(root, 3.0, {.plain_parameters = {plain}});
     EXPECT_DOUBLE_EQ(norm, 6.0);
     EXPECT_NEAR(plain.grad()[0].item<double>(), 0.5, 1e-6);
-    for (const std::string& other : current_world().comm().all_gather_string(std::to_string(norm))) EXPECT_EQ(other, std::to_string(norm));
+    for (const std::string& other : current_world().comm().all_gather_string(std::to_string(norm)))
+      EXPECT_EQ(other, std::to_string(norm));
   });
 }
 
@@ -162,7 +166,8 @@ TEST(ClipGradNorm, Errors) {
     EXPECT_THAT([&] { clip_grad_norm_(root, 1, {.norm_type = 0}); }, ThrowsMessage<ValueError>(HasSubstr("norm_type is 0")));
     layer(torch::full({1, 4}, rank == 0 ? INFINITY : 1.0F)).sum().backward();
     const Tensors before = full_gradients(root);
-    EXPECT_THAT([&] { clip_grad_norm_(root, 1, {.error_if_nonfinite = true}); }, ThrowsMessage<Error>(HasSubstr("want a finite number")));
+    EXPECT_THAT([&] { clip_grad_norm_(root, 1, {.error_if_nonfinite = true}); },
+                ThrowsMessage<Error>(HasSubstr("want a finite number")));
     EXPECT_TRUE(torch::equal(full_gradients(root).at("weight"), before.at("weight"))) << "nothing was scaled";
   });
 }

@@ -28,7 +28,8 @@ TEST_P(KillTraining, SurvivorsStopWithNames) {
     if (r == victim) continue;
     auto& rank = ranks[static_cast<std::size_t>(r)];
     EXPECT_EQ(rank.wait(30s), 3) << rank.output();
-    EXPECT_THAT(rank.output(), AllOf(ContainsRegex("Error: \\[(all_gather|reduce_scatter)_single\\] peer rank"), HasSubstr("(global 1)"), HasSubstr("closed the connection")));
+    EXPECT_THAT(rank.output(), AllOf(ContainsRegex("Error: \\[(all_gather|reduce_scatter)_single\\] peer rank"),
+                                     HasSubstr("(global 1)"), HasSubstr("closed the connection")));
     EXPECT_THAT(rank.output(), ContainsRegex("(unit u[1-4]|unit u2.inner|unit Net|gradients present)"));
     EXPECT_THAT(rank.output(), Not(HasSubstr("frame #")));
   }

@@ -48,9 +48,9 @@ struct TiedHeadImpl : torch::nn::Module {
 TORCH_MODULE(TiedHead);
 
 struct NetOptions {
-  bool first_twice = false;   ///< u1 runs twice in one forward
-  bool skip_last = false;     ///< u4 does not run
-  bool drop_last = false;     ///< u4 runs, its result is not used
+  bool first_twice = false;  ///< u1 runs twice in one forward
+  bool skip_last = false;    ///< u4 does not run
+  bool drop_last = false;    ///< u4 runs, its result is not used
 };
 
 /// Embedding table tied to the output head (both in the root), four blocks.

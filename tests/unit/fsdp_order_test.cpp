@@ -53,7 +53,8 @@ TEST(BackwardPlan, SkippedEventsComeInOrder) {
   BackwardPlan plan;
   std::vector<BackwardEvent> skipped;
   const auto note = [&](const BackwardEvent& event) { skipped.push_back(event); };
-  const std::vector<BackwardEvent> expected = {{Kind::kGather, 2}, {Kind::kReduce, 2}, {Kind::kGather, 1}, {Kind::kReduce, 1}, {Kind::kGather, 0}};
+  const std::vector<BackwardEvent> expected = {
+      {Kind::kGather, 2}, {Kind::kReduce, 2}, {Kind::kGather, 1}, {Kind::kReduce, 1}, {Kind::kGather, 0}};
   plan.begin([&] { return expected; });
   plan.reach({Kind::kGather, 1}, note);
   EXPECT_EQ(skipped, (std::vector<BackwardEvent>{{Kind::kGather, 2}, {Kind::kReduce, 2}}));
@@ -67,8 +68,11 @@ TEST(BackwardPlan, SkippedEventsComeInOrder) {
 TEST(BackwardPlan, AnotherOrderThanExpectedIsLearned) {
   BackwardPlan plan;
   const auto catch_up = [&](const BackwardEvent& event) { plan.record_skipped(event); };
-  plan.begin([] { return std::vector<BackwardEvent>{{Kind::kGather, 2}, {Kind::kReduce, 2}, {Kind::kGather, 1}, {Kind::kReduce, 1}}; });
-  for (const BackwardEvent& event : {BackwardEvent{Kind::kGather, 1}, {Kind::kGather, 2}, {Kind::kReduce, 2}, {Kind::kReduce, 1}}) plan.reach(event, catch_up);
+  plan.begin([] {
+    return std::vector<BackwardEvent>{{Kind::kGather, 2}, {Kind::kReduce, 2}, {Kind::kGather, 1}, {Kind::kReduce, 1}};
+  });
+  for (const BackwardEvent& event : {BackwardEvent{Kind::kGather, 1}, {Kind::kGather, 2}, {Kind::kReduce, 2}, {Kind::kReduce, 1}})
+    plan.reach(event, catch_up);
   plan.finish();
   std::vector<BackwardEvent> order;
   plan.begin(none);
@@ -82,7 +86,8 @@ TEST(BackwardPlan, NextGatherOnlyOnceLearned) {
   const auto run = [&] {
     std::vector<std::optional<int>> next;
     plan.begin(none);
-    for (const BackwardEvent& event : {BackwardEvent{Kind::kGather, 1}, {Kind::kReduce, 1}, {Kind::kGather, 0}, {Kind::kReduce, 0}}) {
+    for (const BackwardEvent& event :
+         {BackwardEvent{Kind::kGather, 1}, {Kind::kReduce, 1}, {Kind::kGather, 0}, {Kind::kReduce, 0}}) {
       plan.reach(event, ignore);
       next.push_back(plan.next_gather());
     }

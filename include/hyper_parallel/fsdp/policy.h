@@ -30,7 +30,8 @@ struct MixedPrecisionPolicy {
 
 /// Options of fully_shard. Aggregate: use designated initialisers in this order.
 struct FullyShardOptions {
-  /// 1-D: shards over it. 2-D: axis 0 replicates, axis 1 shards (HSDP). Undefined: one axis over the whole world on the parameters' device.
+  /// 1-D: shards over it. 2-D: axis 0 replicates, axis 1 shards (HSDP). Undefined: one axis over the whole world on the
+  /// parameters' device.
   DeviceMesh mesh = {};
   /// Free the gathered parameters after forward and gather them again for backward. Unset: true, but false for the root unit,
   /// whose backward comes first anyway.

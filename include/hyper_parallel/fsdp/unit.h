@@ -29,7 +29,7 @@ struct ParameterSlot {
   at::Tensor parameter;  ///< the handle that the model's code holds; becomes a view of the unit's gathered storage
   /// Put the sharded leaf where the parameter was registered: one call per place (tied parameters have several).
   std::vector<std::function<void(const at::Tensor& sharded)>> install = {};
-  int member = 0;        ///< which of the modules that form the unit registers it
+  int member = 0;  ///< which of the modules that form the unit registers it
 };
 
 /// One managed parameter, as optimizers, clipping and state dictionaries see it.
@@ -71,7 +71,8 @@ struct MemoryUse {
   [[nodiscard]] std::int64_t total() const { return shards + gradients + pool; }
 };
 
-/// A unit of sharding: parameters that are gathered together just in time and whose gradients are reduced together. A cheap handle.
+/// A unit of sharding: parameters that are gathered together just in time and whose gradients are reduced together. A cheap
+/// handle.
 ///
 /// Units that were made inside each other's modules form a tree; setters with `recurse` reach all units below.
 /// Thread safety: the thread that runs the model, and autograd's threads on its behalf.
@@ -99,15 +100,16 @@ class HP_API UnitHandle {
   /// Clears the gradients of all parameters of the tree (or fills them with zeros).
   void zero_grad(bool set_to_none = true) const;
 
-  /// The flat groups of this unit, or of the whole tree below it in wrap order. Re-adopts shards that torch::load has moved. Local.
+  /// The flat groups of this unit, or of the whole tree below it in wrap order. Re-adopts shards that torch::load has moved.
+  /// Local.
   [[nodiscard]] std::vector<ShardedGroup> groups(bool recurse = true) const;
   /// The parameters as distributed tensors (local shard, layout and global shape), by name. Local; shares memory.
   [[nodiscard]] std::vector<std::pair<std::string, DTensor>> named_dtensors(bool recurse = true) const;
   /// The gradients likewise; parameters without gradient are left out.
   [[nodiscard]] std::vector<std::pair<std::string, DTensor>> named_grad_dtensors(bool recurse = true) const;
   [[nodiscard]] MemoryUse memory_use() const;
-  /// What memory_use will be from the third step on, if every forward runs each unit of the tree once, in the order of the modules,
-  /// and, with `local_accumulation`, some backwards run without gradient synchronisation. Local, before the first step.
+  /// What memory_use will be from the third step on, if every forward runs each unit of the tree once, in the order of the
+  /// modules, and, with `local_accumulation`, some backwards run without gradient synchronisation. Local, before the first step.
   [[nodiscard]] MemoryUse plan_memory(bool local_accumulation = false) const;
   /// The group of all ranks that see different data: shard axis and, with HSDP, replicate axis.
   [[nodiscard]] Comm data_parallel_comm() const;
@@ -127,14 +129,17 @@ struct ChildUnit {
   std::vector<std::string> paths;
 };
 
-/// Takes the slots' parameters over and installs their sharded leaves. Local: ranks that disagree find out at their first forward.
+/// Takes the slots' parameters over and installs their sharded leaves. Local: ranks that disagree find out at their first
+/// forward.
 ///
 /// \param name shown in messages until an outer unit gives the path, e.g. the module's class
 /// \param members number of modules that run one after the other and are gathered for the first and freed after the last of them
 /// \param children every unit inside this unit's modules, at any depth; their trees become part of this one
-/// ValueError (nothing is changed then): no mesh rank, mesh of more than 2 axes, shard dim out of range, a parameter that another unit manages.
-[[nodiscard]] HP_API std::shared_ptr<Unit> make_unit(const std::string& name, std::vector<ParameterSlot> slots, const FullyShardOptions& options,
-                                                     const std::vector<ChildUnit>& children, int members = 1);
+/// ValueError (nothing is changed then): no mesh rank, mesh of more than 2 axes, shard dim out of range, a parameter that another
+/// unit manages.
+[[nodiscard]] HP_API std::shared_ptr<Unit> make_unit(const std::string& name, std::vector<ParameterSlot> slots,
+                                                     const FullyShardOptions& options, const std::vector<ChildUnit>& children,
+                                                     int members = 1);
 
 /// Name of the unit that manages `tensor` (a model's handle or a sharded leaf), nullopt when none does.
 [[nodiscard]] HP_API std::optional<std::string> managing_unit(const at::Tensor& tensor);

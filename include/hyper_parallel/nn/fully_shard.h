@@ -36,18 +36,18 @@ class HP_API HSDPModule : public fsdp::UnitHandle {
 
 /// Shards the parameters of `module` over the mesh and gathers them just in time for its forward and backward.
 ///
-/// Parameters of inner modules on which fully_shard was called before stay with those: wrap inner modules first, the whole model last.
-/// Afterwards `module->parameters()` are this rank's shards, to be given to an optimizer; gradients are averaged over all ranks of the
-/// mesh. The module must be declared with HP_MODULE. Local: nothing is sent before the first forward, where all ranks compare what they
-/// have wrapped. Values are taken from each rank's own module: seed all ranks alike.
-/// \return the handle of the unit; its methods are in fsdp/unit.h
-/// ValueError (the module is unchanged): module without hooks or wrapped before, mesh of more than two axes, parameter on another device
-/// than the mesh, shard dim out of range, parameter that belongs to another unit, ParameterList or ParameterDict inside.
+/// Parameters of inner modules on which fully_shard was called before stay with those: wrap inner modules first, the whole model
+/// last. Afterwards `module->parameters()` are this rank's shards, to be given to an optimizer; gradients are averaged over all
+/// ranks of the mesh. The module must be declared with HP_MODULE. Local: nothing is sent before the first forward, where all
+/// ranks compare what they have wrapped. Values are taken from each rank's own module: seed all ranks alike. \return the handle
+/// of the unit; its methods are in fsdp/unit.h ValueError (the module is unchanged): module without hooks or wrapped before, mesh
+/// of more than two axes, parameter on another device than the mesh, shard dim out of range, parameter that belongs to another
+/// unit, ParameterList or ParameterDict inside.
 HP_API HSDPModule fully_shard(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options = {});
 
-/// Shards several modules as one unit: gathered when the first one runs, freed when the last one has run. Modules below another listed
-/// module are dropped. Returns a handle for each listed module, all of the same unit.
-/// ValueError: empty list, an element that is null.
+/// Shards several modules as one unit: gathered when the first one runs, freed when the last one has run. Modules below another
+/// listed module are dropped. Returns a handle for each listed module, all of the same unit. ValueError: empty list, an element
+/// that is null.
 HP_API std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
                                            const FullyShardOptions& options = {});
 
@@ -58,10 +58,11 @@ HSDPModule fully_shard(const torch::nn::ModuleHolder<Contained>& holder, const F
 
 /// A list of holders, e.g. the blocks that form one unit.
 template <class Holder>
-  requires requires(const Holder& holder) { std::shared_ptr<torch::nn::Module>(holder.ptr()); }
+requires requires(const Holder& holder) { std::shared_ptr<torch::nn::Module>(holder.ptr()); }
 std::vector<HSDPModule> fully_shard(const std::vector<Holder>& holders, const FullyShardOptions& options = {}) {
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
-  for (const Holder& holder : holders) modules.push_back(holder.is_empty() ? nullptr : std::shared_ptr<torch::nn::Module>(holder.ptr()));
+  for (const Holder& holder : holders)
+    modules.push_back(holder.is_empty() ? nullptr : std::shared_ptr<torch::nn::Module>(holder.ptr()));
   return fully_shard(modules, options);
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 // HP_MODULE: what TORCH_MODULE does, plus calls that go through the hooks of a unit.
 //
-// torch::nn modules have no forward hooks. HP_MODULE(Block) declares a holder `Block` whose contained type is Hooked<BlockImpl>, a
-// subclass of the user's BlockImpl that intercepts block(x), block->forward(x), torch::nn::Sequential and AnyModule. Before
+// torch::nn modules have no forward hooks. HP_MODULE(Block) declares a holder `Block` whose contained type is Hooked<BlockImpl>,
+// a subclass of the user's BlockImpl that intercepts block(x), block->forward(x), torch::nn::Sequential and AnyModule. Before
 // fully_shard it does nothing.
 #include <memory>
 #include <tuple>
@@ -50,37 +50,37 @@ auto cast_argument(const fsdp::ForwardScope& scope, T&& argument) {
 template <class Impl, class Forward = decltype(&Impl::forward)>
 class Hooked;
 
-#define HP_DETAIL_HOOKED(QUALIFIER)                                                                                       \
-  template <class Impl, class Result, class Class, class... Args>                                                         \
-  class Hooked<Impl, Result (Class::*)(Args...) QUALIFIER> : public Impl, public HookedBase {                             \
-   public:                                                                                                                \
-    using Impl::Impl;                                                                                                     \
-    Result forward(Args... args) { return hooked_call(std::forward<Args>(args)...); }                                     \
-                                                                                                                          \
-    /* Runs Impl::forward inside the unit's phases; also takes fewer arguments where Impl::forward has defaults. */       \
-    template <class... Given>                                                                                             \
-    Result hooked_call(Given&&... given) {                                                                                \
-      if (!unit_) return Impl::forward(std::forward<Given>(given)...);                                                    \
-      const std::shared_ptr<fsdp::Unit> keep = unit_;                                                                     \
-      fsdp::ForwardScope scope(*keep, member_);                                                                                   \
-      if constexpr (std::is_void_v<Result>) {                                                                             \
-        call(scope, std::forward<Given>(given)...);                                                                       \
-        scope.finish();                                                                                                   \
-      } else {                                                                                                            \
-        std::decay_t<Result> result = call(scope, std::forward<Given>(given)...);                                         \
-        auto hook = [&](at::Tensor& tensor) { tensor = scope.output(tensor); };                                           \
-        walk_tensors(result, hook);                                                                                       \
-        scope.finish();                                                                                                   \
-        return result;                                                                                                    \
-      }                                                                                                                   \
-    }                                                                                                                     \
-                                                                                                                          \
-   private:                                                                                                               \
-    template <class... Given>                                                                                             \
-    decltype(auto) call(fsdp::ForwardScope& scope, Given&&... given) {                                                    \
-      if (!scope.casts_inputs()) return Impl::forward(std::forward<Given>(given)...);                                     \
-      return Impl::forward(detail::cast_argument(scope, std::forward<Given>(given))...);                                  \
-    }                                                                                                                     \
+#define HP_DETAIL_HOOKED(QUALIFIER)                                                                                 \
+  template <class Impl, class Result, class Class, class... Args>                                                   \
+  class Hooked<Impl, Result (Class::*)(Args...) QUALIFIER> : public Impl, public HookedBase {                       \
+   public:                                                                                                          \
+    using Impl::Impl;                                                                                               \
+    Result forward(Args... args) { return hooked_call(std::forward<Args>(args)...); }                               \
+                                                                                                                    \
+    /* Runs Impl::forward inside the unit's phases; also takes fewer arguments where Impl::forward has defaults. */ \
+    template <class... Given>                                                                                       \
+    Result hooked_call(Given&&... given) {                                                                          \
+      if (!unit_) return Impl::forward(std::forward<Given>(given)...);                                              \
+      const std::shared_ptr<fsdp::Unit> keep = unit_;                                                               \
+      fsdp::ForwardScope scope(*keep, member_);                                                                     \
+      if constexpr (std::is_void_v<Result>) {                                                                       \
+        call(scope, std::forward<Given>(given)...);                                                                 \
+        scope.finish();                                                                                             \
+      } else {                                                                                                      \
+        std::decay_t<Result> result = call(scope, std::forward<Given>(given)...);                                   \
+        auto hook = [&](at::Tensor& tensor) { tensor = scope.output(tensor); };                                     \
+        walk_tensors(result, hook);                                                                                 \
+        scope.finish();                                                                                             \
+        return result;                                                                                              \
+      }                                                                                                             \
+    }                                                                                                               \
+                                                                                                                    \
+   private:                                                                                                         \
+    template <class... Given>                                                                                       \
+    decltype(auto) call(fsdp::ForwardScope& scope, Given&&... given) {                                              \
+      if (!scope.casts_inputs()) return Impl::forward(std::forward<Given>(given)...);                               \
+      return Impl::forward(detail::cast_argument(scope, std::forward<Given>(given))...);                            \
+    }                                                                                                               \
   };
 HP_DETAIL_HOOKED()
 HP_DETAIL_HOOKED(const)
@@ -100,10 +100,10 @@ class HookedHolder : public torch::nn::ModuleHolder<Hooked<Impl>> {
 }  // namespace hyper_parallel::nn
 
 /// Declares the holder `Name` for `NameImpl`, like TORCH_MODULE(Name), with calls that fully_shard can hook.
-#define HP_MODULE_IMPL(Name, ImplType)                                            \
-  class Name : public ::hyper_parallel::nn::HookedHolder<ImplType> {              \
-   public:                                                                        \
-    using ::hyper_parallel::nn::HookedHolder<ImplType>::HookedHolder;             \
-    using Impl [[maybe_unused]] = ImplType;                                       \
+#define HP_MODULE_IMPL(Name, ImplType)                                \
+  class Name : public ::hyper_parallel::nn::HookedHolder<ImplType> {  \
+   public:                                                            \
+    using ::hyper_parallel::nn::HookedHolder<ImplType>::HookedHolder; \
+    using Impl [[maybe_unused]] = ImplType;                           \
   }
 #define HP_MODULE(Name) HP_MODULE_IMPL(Name, Name##Impl)

@@ -21,10 +21,10 @@ struct AdamWOptions {
   std::function<bool(const std::string& name, const std::vector<std::int64_t>& full_shape)> decays = {};
 };
 
-/// AdamW (Loshchilov and Hutter, 2019) with torch's fused kernel, run over the flat shards of a unit tree: a few large calls however
-/// many parameters there are. Gives the numbers of torch::optim::AdamW to fp32 rounding. Parameters without gradient are skipped, with
-/// their own step count, as there. State: two tensors of the shard's size and dtype for each trainable group, made at the first step.
-/// Thread safety: one thread at a time. Owns its state; shares the parameters with the units.
+/// AdamW (Loshchilov and Hutter, 2019) with torch's fused kernel, run over the flat shards of a unit tree: a few large calls
+/// however many parameters there are. Gives the numbers of torch::optim::AdamW to fp32 rounding. Parameters without gradient are
+/// skipped, with their own step count, as there. State: two tensors of the shard's size and dtype for each trainable group, made
+/// at the first step. Thread safety: one thread at a time. Owns its state; shares the parameters with the units.
 class HP_API AdamW {
  public:
   /// ValueError: lr, eps or weight_decay negative, betas outside [0, 1).

@@ -16,8 +16,8 @@ struct ClipGradOptions {
 
 /// Scales all gradients of the tree in place so that their norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does.
 ///
-/// Collective: one all-reduce of one number for each distinct shard group. \return the norm before clipping, of all gradients of all
-/// ranks together (never a local part), equal on all ranks and to a single-process run up to rounding. Sums run in fp64.
+/// Collective: one all-reduce of one number for each distinct shard group. \return the norm before clipping, of all gradients of
+/// all ranks together (never a local part), equal on all ranks and to a single-process run up to rounding. Sums run in fp64.
 /// ValueError: max_norm negative or NaN, norm_type not positive. Error: see error_if_nonfinite.
 HP_API double clip_grad_norm_(const fsdp::UnitHandle& root, double max_norm, const ClipGradOptions& options = {});
 
