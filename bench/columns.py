@@ -17,10 +17,10 @@ class Column:
 REFERENCE, OURS, DDP = "fsdp2", "ours", "ddp"
 
 
-def training_columns(dtype):
-    """In the order in which they run; the first is the reference."""
+def training_columns(dtype, quick):
+    """In the order in which they run; the first is the reference. Quick: only those that the last line needs."""
     common = ("--dtype", dtype)
-    return [
+    columns = [
         Column(REFERENCE, "PyTorch FSDP2", "torch", common + ("--mode", "fsdp2"), every_round=True),
         Column(OURS, "ours, ragged", "ours", common + ("--layout", "ragged"), every_round=True),
         Column(DDP, "PyTorch DDP", "torch", common + ("--mode", "ddp"), every_round=dtype == "fp32"),
@@ -30,11 +30,13 @@ def training_columns(dtype):
         Column("none", "PyTorch, no communication", "torch", common + ("--mode", "none"), loss_steps=1),
         Column("ours-faked-peers", "ours, faked peers", "ours", common + ("--layout", "ragged", "--faked-peers"), loss_steps=0),
     ]
+    return [column for column in columns if column.every_round or not quick]
 
 
-def host_columns():
-    return [
+def host_columns(quick):
+    columns = [
         Column(REFERENCE, "PyTorch FSDP2", "torch", ("--tiny", "--mode", "fsdp2")),
         Column(OURS, "ours, ragged", "ours", ("--tiny", "--layout", "ragged")),
         Column("ours-per-parameter", "ours, per-parameter", "ours", ("--tiny", "--layout", "per-parameter")),
     ]
+    return columns[:2] if quick else columns

@@ -5,6 +5,8 @@ from columns import DDP, OURS, REFERENCE
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # relative; the two sides sum gradients in different orders
 LOSS_STEPS = 5
+MEDIANS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+MEANS = ("sent_mb_per_step", "faults_per_step", "system_ms_per_step", "user_ms_per_step", "start_mib")
 TARGETS = {"fp32": (">=", 1.4), "bf16": (">=", 1.7), "host": ("<=", 0.05), "memory": ("<=", 0.8), "ddp": ("<=", 1.05)}
 
 
@@ -15,9 +17,9 @@ def step_means(run, key):
 
 def summarise(runs, tokens_per_step):
     """Medians over the steps of all rounds."""
-    median = {key: statistics.median(x for run in runs for x in step_means(run, key)) for key in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")}
+    median = {key: statistics.median(x for run in runs for x in step_means(run, key)) for key in MEDIANS}
     ranks = [rank for run in runs for rank in run["ranks"]]
-    mean = {key: statistics.fmean(rank[key] for rank in ranks) for key in ("sent_mb_per_step", "faults_per_step", "system_ms_per_step", "user_ms_per_step", "start_mib")}
+    mean = {key: statistics.fmean(rank[key] for rank in ranks) for key in MEANS}
     if "counted_mb_per_step" in ranks[0]:
         mean["counted_mb_per_step"] = statistics.fmean(rank["counted_mb_per_step"] for rank in ranks)
         mean["engine_mib"] = ranks[0]["engine_mib"]
@@ -69,22 +71,35 @@ def ratios(training, host):
     }
 
 
-def markdown(rows, align_first="---"):
+def markdown(rows):
     head, *body = [[str(cell) for cell in row] for row in rows]
-    lines = [head, [align_first] + ["---:"] * (len(head) - 1)] + body
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1)] + body
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    padded = [[cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths))] for line in lines]
+    padded = [[line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])] for line in lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in padded)
 
 
 def training_table(dtype, columns, summary):
     reference = summary[REFERENCE]
-    rows = [[dtype, "ms/step", "by round", "tokens/s", "speed", "forward", "backward", "optimizer", "system ms", "faults", "sent MB", "peak MiB"]]
+    rows = [[dtype, "ms/step", "by round", "tokens/s", "speed", "forward", "backward", "optimizer", "system ms", "faults", "sent MB",
+             "peak MiB"]]
     for column in columns:
         s = summary[column.key]
-        rows.append([column.title, f"{s['step_ms']:.0f}", " ".join(f"{x:.0f}" for x in s["round_step_ms"]), f"{s['tokens_per_s']:.0f}",
-                     f"{reference['step_ms'] / s['step_ms']:.2f}", f"{s['forward_ms']:.0f}", f"{s['backward_ms']:.0f}", f"{s['optimizer_ms']:.0f}",
-                     f"{s['system_ms_per_step']:.0f}", f"{s['faults_per_step']:.0f}", f"{s['sent_mb_per_step']:.1f}", f"{s['peak_mib']:.0f}"])
+        by_round = " ".join(f"{x:.0f}" for x in s["round_step_ms"])
+        whole = ("forward_ms", "backward_ms", "optimizer_ms", "system_ms_per_step", "faults_per_step")
+        rows.append([column.title, f"{s['step_ms']:.0f}", by_round, f"{s['tokens_per_s']:.0f}",
+                     f"{reference['step_ms'] / s['step_ms']:.2f}", *(f"{s[key]:.0f}" for key in whole),
+                     f"{s['sent_mb_per_step']:.1f}", f"{s['peak_mib']:.0f}"])
+    return markdown(rows)
+
+
+def breakdown_table(training):
+    """What our step consists of: the limit, what the engine adds when nothing is sent, and what sending adds to that."""
+    rows = [["where our step goes, ms", "step", "compute and optimizer", "engine and its copies", "messages and waiting",
+             "FSDP2 above the limit"]]
+    for dtype, summary in training.items():
+        ours, faked, limit = (summary[key]["step_ms"] for key in (OURS, "ours-faked-peers", "none"))
+        rows.append([dtype] + [f"{x:.0f}" for x in (ours, limit, faked - limit, ours - faked, summary[REFERENCE]["step_ms"] - limit)])
     return markdown(rows)
 
 
@@ -102,7 +117,8 @@ def host_table(columns, host):
     for world, summary in host.items():
         for column in columns:
             s = summary[column.key]
-            rows.append([column.title, world, f"{s['forward']:.2f}", f"{s['backward']:.2f}", f"{s['total']:.2f}", f"{s['total'] / summary[REFERENCE]['total']:.4f}"])
+            rows.append([column.title, world, *(f"{s[key]:.2f}" for key in ("forward", "backward", "total")),
+                         f"{s['total'] / summary[REFERENCE]['total']:.4f}"])
     return markdown(rows)
 
 

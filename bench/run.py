@@ -23,6 +23,7 @@ BENCH = pathlib.Path(__file__).resolve().parent
 WORLD = 2
 RUN_TIMEOUT_S = 300
 OTHER_CORES_LIMIT = 0.1
+RESULT_START, RESULT_END = "<!-- result of run.py --readme -->", "<!-- end of the result -->"
 
 
 class BenchError(Exception):
@@ -78,9 +79,8 @@ def show(text):
     print(f"[bench] {text}", flush=True)
 
 
-def measure_training(runner, rounds, warmup, steps):
+def measure_training(runner, lists, rounds, warmup, steps):
     """Runs of each column by dtype. The reference and ours alternate in every round; the other columns are dealt out over the rounds."""
-    lists = {dtype: plan.training_columns(dtype) for dtype in ("fp32", "bf16")}
     runs = {dtype: {column.key: [] for column in columns} for dtype, columns in lists.items()}
     singles = [(dtype, column) for dtype, columns in lists.items() for column in columns if not column.every_round]
     for number in range(rounds):
@@ -89,19 +89,21 @@ def measure_training(runner, rounds, warmup, steps):
             result = runner.run(column, WORLD, warmup, steps)
             runs[dtype][column.key].append(result)
             milliseconds = report.statistics.median(report.step_means(result, "step_ms"))
-            show(f"round {number + 1}/{rounds}  {dtype}  {column.title:26s} {milliseconds:7.1f} ms/step  (other load {result['other_cores']:.2f} cores)")
-    return lists, runs
+            show(f"round {number + 1}/{rounds}  {dtype}  {column.title:26s} {milliseconds:7.1f} ms/step  "
+                 f"(other load {result['other_cores']:.2f} cores)")
+    return runs
 
 
-def measure_host(runner, quick):
+def measure_host(runner, columns, quick):
     warmup, steps = (5, 20) if quick else (30, 150)
     host = {}
-    for world in (1, WORLD):
+    for world in (1,) if quick else (1, WORLD):
         host[str(world)] = {}
-        for column in plan.host_columns():
+        for column in columns:
             summary = report.host_summary(runner.run(column, world, warmup, steps))
             host[str(world)][column.key] = summary
-            show(f"host time, W={world}  {column.title:26s} {summary['total']:8.2f} us per unit  (other load {summary['other_cores']:.2f} cores)")
+            show(f"host time, W={world}  {column.title:26s} {summary['total']:8.2f} us per unit  "
+                 f"(other load {summary['other_cores']:.2f} cores)")
     return host
 
 
@@ -110,22 +112,35 @@ def machine():
     return {"cpu": model, "cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__}
 
 
+def update_readme(table, last_line):
+    """Puts the result where README.md shows the latest one."""
+    path = BENCH / "README.md"
+    before, rest = path.read_text().split(RESULT_START)
+    after = rest.split(RESULT_END)[1]
+    path.write_text(f"{before}{RESULT_START}\n{table}\n```\n{last_line}\n```\n{RESULT_END}{after}")
+
+
 def compare(arguments, shape, runner):
     started = time.monotonic()
-    lists, runs = measure_training(runner, arguments.rounds, arguments.warmup, arguments.steps)
-    host = measure_host(runner, arguments.quick)
+    lists = {dtype: plan.training_columns(dtype, arguments.quick) for dtype in ("fp32", "bf16")}
+    runs = measure_training(runner, lists, arguments.rounds, arguments.warmup, arguments.steps)
+    host_columns = plan.host_columns(arguments.quick)
+    host = measure_host(runner, host_columns, arguments.quick)
     tokens = WORLD * shape.batch_size * shape.seq_len
-    training = {dtype: {key: report.summarise(list_, tokens) for key, list_ in by_key.items()} for dtype, by_key in runs.items()}
+    training = {dtype: {key: report.summarise(runs_, tokens) for key, runs_ in by_key.items()} for dtype, by_key in runs.items()}
     values = report.ratios(training, host)
     problems = [problem for dtype in lists for problem in report.check_losses(dtype, lists[dtype], runs[dtype])]
     loads = [s["other_cores"] for by_key in (*training.values(), *host.values()) for s in by_key.values()]
 
     about = machine()
-    parts = [f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}; W = {WORLD} processes of one thread; {arguments.rounds} rounds of "
-             f"{arguments.steps} steps after {arguments.warmup}; dim {shape.dim}, {shape.n_layers} layers, {shape.n_heads} heads, ffn {shape.ffn_dim}, "
-             f"vocabulary {shape.vocab_size}, sequence {shape.seq_len}, batch {shape.batch_size} a rank."]
+    parts = [f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}; W = {WORLD} processes of one thread; {arguments.rounds} "
+             f"rounds of {arguments.steps} steps after {arguments.warmup}; dim {shape.dim}, {shape.n_layers} layers, "
+             f"{shape.n_heads} heads, ffn {shape.ffn_dim}, vocabulary {shape.vocab_size}, sequence {shape.seq_len}, "
+             f"batch {shape.batch_size} a rank."]
     parts += [report.training_table(dtype, lists[dtype], training[dtype]) for dtype in lists]
-    parts += [report.host_table(plan.host_columns(), host)]
+    if not arguments.quick:
+        parts += [report.breakdown_table(training)]
+    parts += [report.host_table(host_columns, host)]
     parts += [report.loss_table(dtype, lists[dtype], training[dtype]) for dtype in lists]
     parts += ["A small model and few steps: these figures mean nothing." if arguments.quick else report.target_lines(values)]
     if max(loads) > OTHER_CORES_LIMIT:
@@ -133,7 +148,10 @@ def compare(arguments, shape, runner):
     table = "\n\n".join(parts) + "\n"
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "table.md").write_text(table)
-    (arguments.out / "bench.json").write_text(json.dumps({"machine": about, "shape": vars(shape), "ratios": values, "training": training, "host": host, "problems": problems}, indent=1))
+    figures = {"machine": about, "shape": vars(shape), "ratios": values, "training": training, "host": host, "problems": problems}
+    (arguments.out / "bench.json").write_text(json.dumps(figures, indent=1))
+    if arguments.readme:
+        update_readme(table, report.last_line(values))
     print("\n" + table)
     show(f"{time.monotonic() - started:.0f} s; all figures in {arguments.out}/bench.json, the table in {arguments.out}/table.md")
     for problem in problems:
@@ -146,9 +164,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=pathlib.Path, required=True, help="build folder")
     parser.add_argument("--out", type=pathlib.Path, default=BENCH / "out")
-    parser.add_argument("--quick", action="store_true", default=os.environ.get("BENCH_QUICK", "0") not in ("", "0"), help="a small model and few steps: only to see that it runs (BENCH_QUICK=1)")
-    parser.add_argument("--rounds", type=int, default=int(os.environ.get("BENCH_ROUNDS", "0")), help="times that every side is started (BENCH_ROUNDS; default 3)")
-    parser.add_argument("--steps", type=int, default=int(os.environ.get("BENCH_STEPS", "0")), help="timed steps of one start (BENCH_STEPS; default 10)")
+    parser.add_argument("--readme", action="store_true", help="also put the result into bench/README.md")
+    parser.add_argument("--quick", action="store_true", default=os.environ.get("BENCH_QUICK", "0") not in ("", "0"),
+                        help="a small model and few steps: only to see that it runs (BENCH_QUICK=1)")
+    parser.add_argument("--rounds", type=int, default=int(os.environ.get("BENCH_ROUNDS", "0")),
+                        help="times that every side is started (BENCH_ROUNDS; default 3)")
+    parser.add_argument("--steps", type=int, default=int(os.environ.get("BENCH_STEPS", "0")),
+                        help="timed steps of one start (BENCH_STEPS; default 10)")
     parser.add_argument("--warmup", type=int, default=3)
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
