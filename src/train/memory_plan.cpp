@@ -1,11 +1,7 @@
 #include <hyper_parallel/train/memory_plan.h>
 
-#include <algorithm>
-
 namespace hyper_parallel::train {
 namespace {
-
-constexpr std::int64_t kMaster = 4;  // bytes of float32: master weights, gradients, moments
 
 std::int64_t bytes_of(const std::string& dtype) { return dtype == "bfloat16" ? 2 : 4; }
 
@@ -41,32 +37,11 @@ std::int64_t parameter_count(const ModelConfig& model) {
   return count;
 }
 
-std::int64_t MemoryPlan::total() const {
-  return parameter_shards + gradient_shards + optimizer_state + gathered_units + reduce_buffers + activations;
-}
+std::int64_t MemoryPlan::total() const { return engine.shards + engine.gradients + engine.pool + optimizer_state + activations; }
 
-MemoryPlan plan_memory(const Config& config, const BatchPlan& batches) {
-  const std::vector<UnitSize> units = llama_units(config.model);
-  const std::int64_t world = batches.dp_shard;
-  const std::int64_t width = bytes_of(config.precision.param_dtype);
-  std::int64_t shard = 0, all = 0, largest = 0, neighbours = 0;
-  for (std::size_t i = 0; i < units.size(); ++i) {
-    shard += (units[i].numel + world - 1) / world;
-    all += units[i].numel;
-    largest = std::max(largest, units[i].numel);
-    neighbours = std::max(neighbours, units[i].numel + (i + 1 < units.size() ? units[i + 1].numel : 0));
-  }
-  // A tied weight stays gathered from the first use to the last.
-  if (config.model.tied && units.size() > 2) neighbours = units[0].numel + 2 * units[1].numel;
-
-  MemoryPlan plan;
-  plan.parameter_shards = shard * kMaster;
-  plan.gradient_shards = shard * kMaster;
-  plan.optimizer_state = 2 * shard * kMaster;
-  const bool gathers = world > 1 || width != kMaster;
-  if (gathers) plan.gathered_units = (config.parallel.reshard_after_forward ? std::min(neighbours, all) : all) * width;
-  // What goes out, and on more than one rank what comes in.
-  plan.reduce_buffers = largest * width * (world > 1 ? 2 : 1);
+MemoryPlan plan_memory(const Config& config, const BatchPlan& batches, const EngineBytes& engine) {
+  MemoryPlan plan{.engine = engine};
+  plan.optimizer_state = 2 * engine.shards;
   plan.activations = activation_bytes(config, batches.micro_batch * config.data.seq_len);
   return plan;
 }

@@ -45,17 +45,16 @@ std::string settings_table(const Config& config) {
   return text;
 }
 
-std::string memory_table(const Config& config, const BatchPlan& batches) {
-  const MemoryPlan plan = plan_memory(config, batches);
+std::string memory_table(const Config& config, const BatchPlan& batches, const EngineBytes& engine) {
+  const MemoryPlan plan = plan_memory(config, batches, engine);
   const std::int64_t count = parameter_count(config.model);
   std::string text = fmt::format("Model      {} parameters in {} units\n", format_count(count), llama_units(config.model).size());
   text += fmt::format("Memory plan of one of {} ranks ({} shards x {} replicas)\n", batches.dp_shard * batches.dp_replicate,
                       batches.dp_shard, batches.dp_replicate);
   const std::pair<const char*, std::int64_t> rows[] = {
-      {"parameter shards", plan.parameter_shards},  {"gradient shards", plan.gradient_shards},
-      {"AdamW moments", plan.optimizer_state},      {"gathered units", plan.gathered_units},
-      {"reduce buffers", plan.reduce_buffers},      {"activations (estimate)", plan.activations},
-      {"total, without torch itself", plan.total()}};
+      {"parameter shards", engine.shards},          {"gradient shards", engine.gradients},
+      {"AdamW moments", plan.optimizer_state},      {"gather and reduce buffers", engine.pool},
+      {"activations (estimate)", plan.activations}, {"total, without torch itself", plan.total()}};
   for (const auto& [name, bytes] : rows) text += fmt::format("  {:<28} {:>10}\n", name, format_bytes(bytes));
   const std::int64_t whole = 4 * count * 4 + plan.activations;
   text += fmt::format("  {:<28} {:>10}\n", "the same without sharding", format_bytes(whole));

@@ -100,8 +100,8 @@ class Trainer {
     on_all_ranks_alike(
         [&] { comm_.check_same("data", {concat("bytes of the text: ", batches_->corpus().size())}, {.label = "hp-train"}); });
     agree_on(comm_, [&] { open_files(); });
-    announce();
     on_all_ranks_alike([&] { build(); });
+    announce();
     loop();
     finish();
     return std::move(result_);
@@ -156,7 +156,8 @@ void Trainer::announce() {
                          format_count(splits.validation.tokens()), " to validate on"));
   progress_.print(concat("Batch      ", config_.train.batch_size, " sequences of ", config_.data.seq_len, " tokens = ",
                          world_.size(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
-  progress_.print(memory_table(config_, plan_));
+  const fsdp::MemoryUse engine = root_.plan_memory(/*local_accumulation=*/plan_.accumulation > 1);
+  progress_.print(memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool}));
 }
 
 void Trainer::build() {

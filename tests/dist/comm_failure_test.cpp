@@ -169,6 +169,19 @@ TEST(Failure, DroppedWorksDoNotDisturbLaterOnes) {
   });
 }
 
+TEST(Failure, MessagesBetweenTwoRanksDoNotConfuseTheOthers) {
+  run_ranks(3, [](int rank) {
+    const auto comm = current_world().comm();
+    for (int i = 0; i < 3; ++i) {
+      const auto tensor = torch::full({4}, rank + i, torch::kFloat);
+      if (rank == 0) comm.send(tensor, 2).wait();
+      if (rank == 2) comm.recv(tensor, 0).wait();
+      EXPECT_EQ(tensor[3].item<float>(), static_cast<float>(rank == 2 ? i : rank + i));
+      comm.barrier({.timeout = 10s});
+    }
+  });
+}
+
 TEST(Failure, FirstExceptionOfARankIsRethrownWithItsRank) {
   try {
     run_ranks(3, [](int rank) {

@@ -206,6 +206,22 @@ TEST(Guard, ForwardBehindTheHooks) {
   });
 }
 
+TEST(Guard, StrictAlsoInAWorldOfOne) {
+  run_ranks(1, [] {
+    ::setenv("HP_STRICT_GUARD", "1", 1);
+    Net net = make_net(), loose = make_net();
+    const HSDPModule root = shard_net(net, on_all());
+    ::setenv("HP_STRICT_GUARD", "0", 1);
+    const HSDPModule loose_root = shard_net(loose, on_all());
+    ::unsetenv("HP_STRICT_GUARD");
+    EXPECT_THROW((void)net->u1->as<MlpImpl>()->forward(torch::ones({2, 12})), std::exception);
+    EXPECT_NO_THROW((void)loose->u1->as<MlpImpl>()->forward(torch::ones({2, 12})));
+    for (int i = 0; i < 3; ++i) step(net), step(loose);
+    EXPECT_EQ(relative_difference(full_gradients(root), full_gradients(loose_root)), 0.0);
+    EXPECT_EQ(root.memory_use().pool, root.plan_memory().pool);
+  });
+}
+
 TEST(TorchLoad, ShardsAreAdoptedAgain) {
   for (const auto layout : {ShardLayout::kPerParameter, ShardLayout::kRagged}) {
     for (const int world : {1, 2}) {

@@ -18,18 +18,21 @@ struct UnitSize {
 [[nodiscard]] std::vector<UnitSize> llama_units(const ModelConfig& model);
 [[nodiscard]] std::int64_t parameter_count(const ModelConfig& model);
 
-/// Bytes of one rank.
+/// What the engine says that it will hold: fsdp::UnitHandle::plan_memory, without its header.
+struct EngineBytes {
+  std::int64_t shards = 0;
+  std::int64_t gradients = 0;
+  std::int64_t pool = 0;
+};
+
+/// Bytes of one rank. Exact but for the activations.
 struct MemoryPlan {
-  std::int64_t parameter_shards = 0;  ///< float32 master weights
-  std::int64_t gradient_shards = 0;
+  EngineBytes engine;
   std::int64_t optimizer_state = 0;  ///< two moments
-  std::int64_t gathered_units = 0;   ///< the pool that units are gathered into
-  std::int64_t reduce_buffers = 0;   ///< gradients of the units in flight
   std::int64_t activations = 0;      ///< estimate: saved for backward by one micro-batch, and the logits
   [[nodiscard]] std::int64_t total() const;
 };
 
-/// Shards are counted without alignment padding. A group of one shard gathers nothing unless a cast asks for it.
-[[nodiscard]] MemoryPlan plan_memory(const Config& config, const BatchPlan& batches);
+[[nodiscard]] MemoryPlan plan_memory(const Config& config, const BatchPlan& batches, const EngineBytes& engine);
 
 }  // namespace hyper_parallel::train

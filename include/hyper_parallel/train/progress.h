@@ -20,7 +20,7 @@ namespace hyper_parallel::train {
 /// The table of all settings; what is not a default is marked with its source.
 [[nodiscard]] std::string settings_table(const Config& config);
 /// Parameters and the memory plan of one rank.
-[[nodiscard]] std::string memory_table(const Config& config, const BatchPlan& batches);
+[[nodiscard]] std::string memory_table(const Config& config, const BatchPlan& batches, const EngineBytes& engine);
 /// The one line of a step.
 [[nodiscard]] std::string step_line(const StepMetrics& metrics, std::int64_t max_steps);
 
