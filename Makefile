@@ -40,13 +40,16 @@ configure: setup
 build: configure
 	@cmake --build $(BUILD) -j $(JOBS)
 
-demo: build
+# The demo and the benchmark build only what they run.
+demo: configure
+	@cmake --build $(BUILD) -j $(JOBS) --target hp-train
 	@BUILD=$(BUILD) tools/demo.sh $(DEMO_ARGS)
 
 test: build
 	@tools/run_tests.sh $(BUILD) -j $(TEST_JOBS) $(CTEST_ARGS)
 
-bench: build
+bench: configure
+	@cmake --build $(BUILD) -j $(JOBS) --target step_bench micro_bench
 	@BUILD=$(BUILD) bench/run.sh $(BENCH_ARGS)
 
 check: setup
