@@ -30,7 +30,7 @@ enum class Op : std::uint8_t {
   kSend,
   kRecv,
   kBarrier,
-  kControl,
+
 };
 [[nodiscard]] const char* op_name(Op op) noexcept;
 
@@ -98,7 +98,8 @@ struct Comm::Impl {
   std::weak_ptr<World::Impl> world;
   std::unique_ptr<Transport> transport;  ///< null when there is nobody to talk to
 
-  std::uint64_t sequence = 0;
+  std::uint64_t sequence = 0;       ///< all operations, for errors and the flight recorder
+  std::uint64_t collectives = 0;    ///< those that all ranks take part in, for tags
   std::vector<std::uint64_t> sent;  ///< point-to-point messages by peer
   std::vector<std::uint64_t> received;
   CommCounters counters;

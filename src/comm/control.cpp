@@ -36,6 +36,11 @@ std::vector<T> exchange(const Comm& comm, const T& mine, const CommOptions& opti
   return all;
 }
 
+// Errors of the exchange itself name the operation that wanted it.
+CommOptions labelled(std::string_view op, const CommOptions& options) {
+  return {.label = options.label.empty() ? op : options.label, .timeout = options.timeout};
+}
+
 std::string pack(const std::vector<std::string>& lines) {
   std::string out;
   for (const auto& line : lines) {
@@ -80,7 +85,8 @@ std::vector<std::string> Comm::all_gather_string(const std::string& mine, const 
   return out;
 }
 
-void Comm::agree(std::string_view op, const std::string& error, const CommOptions& options) const {
+void Comm::agree(std::string_view op, const std::string& error, const CommOptions& given) const {
+  const auto options = labelled(op, given);
   const auto flags = exchange(*this, static_cast<std::uint8_t>(error.empty() ? 0 : 1), options);
   bool fine = true;
   for (const auto flag : flags) fine = fine && flag == 0;
@@ -91,7 +97,8 @@ void Comm::agree(std::string_view op, const std::string& error, const CommOption
   }
 }
 
-void Comm::check_same(std::string_view op, const std::vector<std::string>& lines, const CommOptions& options) const {
+void Comm::check_same(std::string_view op, const std::vector<std::string>& lines, const CommOptions& given) const {
+  const auto options = labelled(op, given);
   const auto digests = exchange(*this, digest(lines), options);
   bool equal = true;
   for (const auto& other : digests) equal = equal && other == digests.front();

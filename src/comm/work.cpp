@@ -78,8 +78,6 @@ const char* op_name(Op op) noexcept {
       return "recv";
     case Op::kBarrier:
       return "barrier";
-    case Op::kControl:
-      return "control";
   }
   return "unknown";
 }
@@ -107,7 +105,9 @@ std::unique_ptr<Work::Impl> begin(const std::shared_ptr<Comm::Impl>& comm, Op op
   slot.bytes = bytes;
   slot.state = FlightRecord::State::kStarted;
   slot.label = work->label;
-  const auto seed = mix(mix(hash_text(label), static_cast<std::uint64_t>(op)), work->sequence);
+  // Messages between two ranks are unknown to the others: they must not move the number that all ranks agree on.
+  if (op != Op::kSend && op != Op::kRecv) ++comm->collectives;
+  const auto seed = mix(mix(hash_text(label), static_cast<std::uint64_t>(op)), comm->collectives);
   work->tag_seed = static_cast<std::uint32_t>(seed);
   return work;
 }

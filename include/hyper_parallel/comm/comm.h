@@ -102,8 +102,8 @@ class HP_API Comm {
   /// Global ranks of the members, by group rank.
   [[nodiscard]] const std::vector<int>& ranks() const;
 
-  /// output[r * n .. (r+1) * n) = input of rank r, n = input.numel(). `input` may be this rank's slice of `output` (no copy
-  /// then).
+  /// output[r * n .. (r+1) * n) = input of rank r, n = input.numel(). `input` may be this rank's slice of `output`:
+  /// then nothing is copied.
   Work all_gather_single(const at::Tensor& output, const at::Tensor& input, const CommOptions& options = {}) const;
   /// Like all_gather_single with one numel per rank (zeros allowed), laid one after the other in `output`.
   Work all_gather_v(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> sizes,
@@ -112,22 +112,23 @@ class HP_API Comm {
   /// input_q[r * n .. (r+1) * n), n = output.numel(), r = this rank. `output` may have a wider floating dtype than `input`.
   Work reduce_scatter_single(const at::Tensor& output, const at::Tensor& input, const ReduceScatterOptions& options = {}) const;
   /// Reduces `tensor` in place over all ranks, in rank order: every rank gets the same bits.
+  /// Its second phase starts in `wait`: ranks must wait for the pending all_reduces of a group in the same order.
   Work all_reduce(const at::Tensor& tensor, const AllReduceOptions& options = {}) const;
   /// Chunk r of input (input_sizes[r] elements; equal chunks when empty) goes to rank r; chunks received are laid in rank order.
   Work all_to_all_single(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> output_sizes = {},
                          std::span<const std::int64_t> input_sizes = {}, const CommOptions& options = {}) const;
   Work broadcast(const at::Tensor& tensor, int root, const CommOptions& options = {}) const;
-  Work scatter(const at::Tensor& output, const at::Tensor& input, int root,
-               const CommOptions& options = {}) const;  ///< input read on root only
-  Work send(const at::Tensor& tensor, int peer,
-            const CommOptions& options = {}) const;  ///< local pair: matched by the peer's recv
+  /// output = input[r * n .. (r+1) * n) of the root, which alone reads `input`.
+  Work scatter(const at::Tensor& output, const at::Tensor& input, int root, const CommOptions& options = {}) const;
+  /// Between two ranks only: the i-th send to a peer meets its i-th recv from this rank.
+  Work send(const at::Tensor& tensor, int peer, const CommOptions& options = {}) const;
   Work recv(const at::Tensor& tensor, int peer, const CommOptions& options = {}) const;
   void barrier(const CommOptions& options = {}) const;
 
   /// Strings of all ranks, by group rank. Collective, blocking.
   [[nodiscard]] std::vector<std::string> all_gather_string(const std::string& mine, const CommOptions& options = {}) const;
-  /// Every rank passes its own error text (empty: fine). If any is not empty, all ranks throw Error with the first one and its
-  /// rank.
+  /// Every rank passes its own error text (empty: fine). If any is not empty, all ranks throw Error with the first one
+  /// and its rank.
   void agree(std::string_view op, const std::string& error, const CommOptions& options = {}) const;
   /// All ranks must pass equal lines. Otherwise all ranks throw ValueError naming the first line that differs, with both versions
   /// and ranks. Cheap when equal: 16 bytes per peer.
@@ -145,8 +146,8 @@ class HP_API Comm {
   [[nodiscard]] Impl& impl() const { return *impl_; }
   [[nodiscard]] const std::shared_ptr<Impl>& shared_impl() const { return impl_; }
 
-  /// A group of `size` ranks without peers: data from others is this rank's own. For dry runs and host-time measurements of any
-  /// size.
+  /// A group of `size` ranks without peers: data from others is this rank's own. For dry runs and for measuring host time
+  /// at any size.
   [[nodiscard]] static Comm fake(int rank, int size);
 
  private:
