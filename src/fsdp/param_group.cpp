@@ -139,7 +139,6 @@ void ParamGroup::readopt() {
     at::NoGradGuard no_grad;
     const at::Tensor values = moved.detach();
     if (parameter.home.numel() > 0) parameter.home.copy_(local ? values : own_part(values, i));
-    parameter.sharded.mutable_grad() = at::Tensor();
     parameter.sharded.set_data(parameter.home);
   }
 }

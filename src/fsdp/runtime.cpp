@@ -79,7 +79,10 @@ void Runtime::look_ahead_forward(Unit& unit) {
   if (in_backward_ || forward_order_ == nullptr) return;
   if (std::find(first_forwards_.begin(), first_forwards_.end(), unit.index) == first_forwards_.end())
     first_forwards_.push_back(unit.index);
-  if (const auto next = forward_order_->visit(unit.index)) prefetch(*next);
+  if (const auto next = forward_order_->visit(unit.index)) {
+    for (auto& group : units_[static_cast<std::size_t>(*next)]->groups()) group->readopt();
+    prefetch(*next);
+  }
 }
 
 void Runtime::end_forward(bool completed) {
