@@ -192,7 +192,7 @@ void ParamGroup::finish_gather(MemoryPool& pool) {
   if (layout_.in_place()) return;
   at::NoGradGuard no_grad;
   full_.acquire(pool);
-  at::_foreach_copy_(gather_places_, gather_sources_);
+  if (!gather_places_.empty()) at::_foreach_copy_(gather_places_, gather_sources_);
   gathered_.release(pool);
 }
 
