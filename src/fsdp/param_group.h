@@ -79,7 +79,8 @@ class ParamGroup {
   void accumulate(std::vector<at::Tensor>& gradients, MemoryPool& pool);
   /// Packs what was accumulated and `gradients` for the reduction; zeros where there is nothing. Local, so that the gathered
   /// parameters can be freed before launch_reduce takes receive space.
-  void start_reduce(std::vector<at::Tensor>& gradients, MemoryPool& pool);
+  /// \param again the flat gradient holds an earlier reduction of the same backward, to which this one is added
+  void start_reduce(std::vector<at::Tensor>& gradients, bool again, MemoryPool& pool);
   void launch_reduce(MemoryPool& pool);
   /// Waits for the stage in flight and starts the next one; false once the flat gradient is complete.
   [[nodiscard]] bool advance_reduce(MemoryPool& pool);
@@ -122,7 +123,9 @@ class ParamGroup {
   [[nodiscard]] std::vector<Piece> pack_pieces(const at::Tensor& flat) const;
   [[nodiscard]] std::int64_t exchange_numel() const;
   void ensure_grad();
-  [[nodiscard]] bool prepare_grad();
+  void release_grad();
+  [[nodiscard]] bool any_grad() const;
+  [[nodiscard]] bool prepare_grad(bool keep);
   void pack(Pack& pack, std::vector<at::Tensor>& gradients, bool add);
   void reduce_alone(std::vector<at::Tensor>& gradients, bool add);
   void check_gradients(const std::vector<at::Tensor>& gradients) const;

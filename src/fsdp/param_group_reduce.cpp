@@ -1,4 +1,6 @@
 // The gradient half of ParamGroup.
+#include <algorithm>
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
 
@@ -6,6 +8,14 @@
 #include "fsdp/param_group.h"
 
 namespace hyper_parallel::fsdp {
+
+namespace {
+
+bool same_storage(const at::Tensor& a, const at::Tensor& b) {
+  return a.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() == b.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
+}
+
+}  // namespace
 
 ParamGroup::Pack ParamGroup::make_pack(at::ScalarType dtype) const {
   const std::int64_t numel = layout_.shard_numel() * layout_.world();
@@ -65,7 +75,7 @@ void ParamGroup::ensure_grad() {
     const auto& slice = layout_.slice(i, rank_);
     parameters_[i].grad_home = grad_.narrow(0, slice.shard_offset, slice.numel).view(slice.shape);
   }
-  if (alone()) return;
+  if (alone() || wire_.buffer.defined()) return;
   wire_ = make_pack(wire_dtype_);
   if (accum_dtype_differs_) accumulation_ = make_pack(options_.reduce_dtype);
   if (replicas_ > 1) {
@@ -74,6 +84,12 @@ void ParamGroup::ensure_grad() {
     partial_ = SwappedBuffer(n, options, "[fully_shard] internal: partial gradient used after it was freed");
     exchange_ = SwappedBuffer(exchange_numel(), options, "[fully_shard] internal: exchange buffer used after it was freed");
   }
+}
+
+/// Leaves the flat gradient to the tensors that still refer to it.
+void ParamGroup::release_grad() {
+  grad_.reset();
+  for (auto& parameter : parameters_) parameter.grad_home.reset();
 }
 
 /// Receive space of the all-reduce over the replicas: one chunk from each.
@@ -105,20 +121,27 @@ GroupFootprint ParamGroup::footprint() const {
   return size;
 }
 
-/// Brings the flat gradient into the state that the leaves' .grad describe; true when the new result must be added to it.
-bool ParamGroup::prepare_grad() {
+bool ParamGroup::any_grad() const {
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const ManagedParameter& parameter) { return parameter.sharded.grad().defined(); });
+}
+
+/// Brings the flat gradient into the state that the leaves' .grad describe, on top of what it holds if that is to be kept; true
+/// when the new result must be added to it.
+bool ParamGroup::prepare_grad(bool keep) {
+  const bool any = any_grad();
+  // Nothing refers to the flat gradient but its own views: otherwise the user has kept a .grad and let go of it here.
+  if (!keep && !any && grad_.defined() && grad_.storage().use_count() > 1 + parameters_.size()) release_grad();
   ensure_grad();
-  bool any = false;
-  for (const auto& parameter : parameters_) any = any || parameter.sharded.grad().defined();
-  if (!any) return false;
+  if (!any) return keep;
   for (auto& parameter : parameters_) {
     const at::Tensor& grad = parameter.sharded.grad();
-    if (!grad.defined()) {
-      parameter.grad_home.zero_();
-    } else if (grad.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() !=
-               grad_.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()) {
-      parameter.grad_home.copy_(grad.detach());
+    if (grad.defined()) {
+      if (same_storage(grad, grad_)) continue;
+      keep ? parameter.grad_home.add_(grad.detach()) : parameter.grad_home.copy_(grad.detach());
       parameter.sharded.mutable_grad() = parameter.grad_home.variable_data();
+    } else if (!keep) {
+      parameter.grad_home.zero_();
     }
   }
   return true;
@@ -189,8 +212,10 @@ void ParamGroup::accumulate(std::vector<at::Tensor>& gradients, MemoryPool& pool
   check_gradients(gradients);
   ensure_grad();
   if (alone()) {
-    // Nothing is ever sent: the flat gradient itself is the accumulator.
-    reduce_alone(gradients, accumulated_ || prepare_grad());
+    // Nothing is ever sent: the flat gradient itself is the accumulator. A .grad that is there keeps its memory until then.
+    if (!accumulated_ && any_grad()) release_grad();
+    ensure_grad();
+    reduce_alone(gradients, accumulated_);
     accumulated_ = true;
     return;
   }
@@ -200,16 +225,16 @@ void ParamGroup::accumulate(std::vector<at::Tensor>& gradients, MemoryPool& pool
   accumulated_ = true;
 }
 
-void ParamGroup::start_reduce(std::vector<at::Tensor>& gradients, MemoryPool& pool) {
+void ParamGroup::start_reduce(std::vector<at::Tensor>& gradients, bool again, MemoryPool& pool) {
   at::NoGradGuard no_grad;
   check_gradients(gradients);
   check_internal(stage_ == Stage::kIdle, "fully_shard", "reduction of unit ", options_.unit, " started twice");
   if (alone()) {
-    reduce_alone(gradients, accumulated_ || prepare_grad());
+    reduce_alone(gradients, prepare_grad(accumulated_ || again));
     accumulated_ = false;
     return;
   }
-  add_to_grad_ = prepare_grad();
+  add_to_grad_ = prepare_grad(again);
   Pack& source = accumulated_ ? accumulation() : wire_;
   if (!accumulated_) source.buffer.acquire(pool);
   pack(source, gradients, accumulated_);
@@ -283,7 +308,12 @@ void ParamGroup::reset(MemoryPool& pool) {
 
 void ParamGroup::install_grad(std::size_t i) {
   auto& parameter = parameters_[i];
-  if (!parameter.sharded.grad().defined()) parameter.sharded.mutable_grad() = parameter.grad_home.variable_data();
+  if (const at::Tensor& grad = parameter.sharded.grad(); grad.defined()) {
+    if (same_storage(grad, grad_)) return;
+    // Autograd put it there after the reduction began: the loss has a term that reads the shard itself.
+    parameter.grad_home.add_(grad.detach());
+  }
+  parameter.sharded.mutable_grad() = parameter.grad_home.variable_data();
 }
 
 }  // namespace hyper_parallel::fsdp

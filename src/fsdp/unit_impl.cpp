@@ -284,7 +284,7 @@ void Unit::post_backward(std::vector<at::Tensor> gradients) {
 void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
   MemoryPool& pool = runtime_->pool();
   for (std::size_t g = 0; g < groups_.size(); ++g) {
-    if (groups_[g]->trainable()) groups_[g]->start_reduce(gradients[g], pool);
+    if (groups_[g]->trainable()) groups_[g]->start_reduce(gradients[g], reduced_in_backward, pool);
   }
   reshard();
   if (data_parallel_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
