@@ -28,6 +28,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   [[nodiscard]] MemoryPool& pool() { return pool_; }
   [[nodiscard]] const std::vector<Unit*>& units() const { return units_; }
   [[nodiscard]] bool in_backward() const { return in_backward_; }
+  [[nodiscard]] bool in_forward() const { return depth_ > 0 && !in_backward_; }
   /// Number of the outermost forward that is running or ran last.
   [[nodiscard]] std::int64_t pass() const { return pass_; }
   [[nodiscard]] bool idle() const { return !in_backward_ && depth_ == 0 && in_flight_.empty(); }

@@ -257,6 +257,11 @@ void Unit::pre_backward() {
 
 void Unit::start_backward() {
   in_backward_ = true;
+  if (runtime_->in_forward()) {
+    // autograd::grad inside of a forward: it needs the parameters, the backward of the step comes later.
+    if (unshard_in_backward) finish_unshard();
+    return;
+  }
   if (unshard_in_backward) finish_unshard();
   runtime_->look_ahead_backward();
 }
