@@ -29,6 +29,7 @@ Unit::Unit(std::string name, const FullyShardOptions& options, Comm shard_comm, 
 
 Unit::~Unit() {
   if (runtime_) runtime_->remove(*this);
+  for (Unit* child : children()) child->parent_ = nullptr;  // it can become part of another tree
   for (auto& group : groups_) {
     for (auto& parameter : group->parameters()) {
       forget_managed(parameter.full);
