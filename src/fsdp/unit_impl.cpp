@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "fsdp/managed_registry.h"
@@ -102,6 +103,10 @@ void Unit::connect(ManagedParameter& parameter, std::size_t group, std::size_t i
     node_inputs_.push_back({group, index_in_group});
   }
   torch::autograd::impl::set_gradient_edge(parameter.full, torch::autograd::Edge(node_, static_cast<std::uint32_t>(input)));
+  // With a list of ours in place torch adds no hook to the node: post_backward calls those of before and after the wrapping,
+  // and, as for a leaf, not where there is no gradient.
+  auto& hooks = torch::autograd::impl::get_autograd_meta(parameter.full)->cpp_hooks_list_;
+  if (!hooks) hooks = std::make_shared<torch::autograd::hooks_list>();
 }
 
 /// requires_grad of a leaf may be flipped at any time; the model's handle follows at the next forward.
@@ -267,7 +272,23 @@ void Unit::start_backward() {
   runtime_->look_ahead_backward();
 }
 
+/// What the user registered with register_hook on the model's handles.
+void Unit::call_hooks(std::vector<at::Tensor>& gradients) {
+  for (std::size_t input = 0; input < gradients.size(); ++input) {
+    if (!gradients[input].defined()) continue;
+    const NodeInput& place = node_inputs_[input];
+    const at::Tensor& handle = groups_[place.group]->parameters()[place.parameter].full;
+    const auto& hooks = torch::autograd::impl::get_autograd_meta(handle)->cpp_hooks_list_;
+    for (std::size_t i = 0; i < hooks->size(); ++i) {
+      if (const auto& hook = (*hooks)[i]) {
+        if (at::Tensor result(hook(gradients[input])); result.defined()) gradients[input] = std::move(result);
+      }
+    }
+  }
+}
+
 void Unit::post_backward(std::vector<at::Tensor> gradients) {
+  call_hooks(gradients);
   at::NoGradGuard no_grad;
   for (std::size_t input = 0; input < gradients.size(); ++input) {
     const NodeInput& place = node_inputs_[input];

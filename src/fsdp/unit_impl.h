@@ -87,6 +87,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   enum class State { kSharded, kUnsharding, kUnsharded };
 
   void connect(ManagedParameter& parameter, std::size_t group, std::size_t index_in_group);
+  void call_hooks(std::vector<at::Tensor>& gradients);
   void sync_requires_grad();
   void verify_once(bool& done, const char* what);
   [[nodiscard]] bool reshards_after_forward() const;
