@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/alias.h>
 
+#include "fsdp/managed_registry.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit_impl.h"
 
@@ -148,8 +149,8 @@ at::Tensor ForwardScope::output(const at::Tensor& tensor) {
   const auto dtype = unit_.options().mp_policy.output_dtype;
   at::Tensor result = dtype && tensor.is_floating_point() ? tensor.to(*dtype) : tensor;
   if (!at::GradMode::is_enabled() || !result.requires_grad()) return result;
-  // An input passed through: a hook on the caller's own leaf would stay there for ever.
-  if (result.is_leaf()) result = at::alias(result);
+  // An input passed through, or a parameter: a hook on a tensor that stays would stay with it for ever.
+  if (result.is_leaf() || managed_by(result)) result = at::alias(result);
   unit_.awaits_backward = true;
   result.register_hook([unit = unit_.weak_from_this()](const at::Tensor&) {
     if (const auto alive = unit.lock()) alive->pre_backward();
