@@ -1,9 +1,11 @@
 // Validation first, then the change: a call that throws leaves the model as it was.
+#include <algorithm>
 #include <utility>
 
 #include <hyper_parallel/comm/world.h>
 
 #include "fsdp/managed_registry.h"
+#include "fsdp/runtime.h"
 #include "fsdp/unit_impl.h"
 
 namespace hyper_parallel::fsdp {
@@ -40,11 +42,10 @@ std::int64_t choose_dim(const ParameterSlot& slot, const FullyShardOptions& opti
   if (!options.shard_placement_fn) return 0;
   const std::optional<std::int64_t> chosen = options.shard_placement_fn(slot.name, slot.parameter);
   if (!chosen) return 0;
-  const std::int64_t ndim = slot.parameter.dim();
+  const std::int64_t ndim = std::max<std::int64_t>(slot.parameter.dim(), 1);  // a scalar has dims -1 and 0, as in torch
   const std::int64_t dim = *chosen < 0 ? *chosen + ndim : *chosen;
-  check_value(dim >= 0 && (dim < ndim || (ndim == 0 && dim == 0)), kOp, "shard_placement_fn returned dim ", *chosen,
-              " for parameter ", slot.name, " of shape ", slot.parameter.sizes(), ", want ", -ndim, " to ", ndim - 1, " (unit ",
-              unit, ')');
+  check_value(dim >= 0 && dim < ndim, kOp, "shard_placement_fn returned dim ", *chosen, " for parameter ", slot.name,
+              " of shape ", slot.parameter.sizes(), ", want ", -ndim, " to ", ndim - 1, " (unit ", unit, ')');
   check_value(dim == 0 || options.shard_layout == ShardLayout::kPerParameter, kOp, "shard_placement_fn returned dim ", *chosen,
               " for parameter ", slot.name, ", want 0 or none: the ragged layout cuts flat rows (unit ", unit, ')');
   return dim;
@@ -81,6 +82,10 @@ std::shared_ptr<Unit> make_unit(const std::string& name, std::vector<ParameterSl
   for (const ParameterSlot& slot : slots) {
     check_parameter(slot, options.mesh, name);
     dims.push_back(choose_dim(slot, options, name));
+  }
+  for (const ChildUnit& child : children) {
+    check_value(child.unit->runtime().idle(), kOp, "inner unit ", child.unit->name(),
+                " is in the middle of a step, want it idle: call reset_iter_state() after an exception (unit ", name, ')');
   }
   const bool hybrid = options.mesh.ndim() == 2;
   const Comm shard = options.mesh.get_group(hybrid ? 1 : 0);
