@@ -96,13 +96,17 @@ void AdamW::collect(const fsdp::ShardedGroup& shard, Group& group, std::vector<B
 
 void AdamW::step() {
   at::NoGradGuard no_grad;
-  const std::vector<fsdp::ShardedGroup> shards = root_.groups();
+  std::vector<fsdp::ShardedGroup> shards = root_.groups();
   check_value(shards.size() == groups_.size(), "AdamW", "the unit tree has ", shards.size(), " groups, want ", groups_.size(),
               ": build the optimizer after the last fully_shard");
   steps_used_ = 0;
   std::vector<Batch> batches;
   for (std::size_t i = 0; i < shards.size(); ++i) {
-    if (shards[i].grad.defined()) collect(shards[i], groups_[i], batches);
+    const auto& parameters = shards[i].parameters;
+    const bool any = std::any_of(parameters.begin(), parameters.end(), [](const auto& p) { return p.sharded.grad().defined(); });
+    if (!any) continue;
+    if (!shards[i].grad.defined()) shards[i].grad = at::zeros_like(shards[i].shard);  // no backward made these gradients
+    collect(shards[i], groups_[i], batches);
   }
   for (Batch& batch : batches) {
     at::_fused_adamw_(batch.parameters, batch.gradients, batch.exp_avgs, batch.exp_avg_sqs, {}, batch.steps, options_.lr,
