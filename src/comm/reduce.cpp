@@ -187,11 +187,20 @@ void with_operation(const ReduceTask& task, std::span<const void* const> rows) {
   }
 }
 
+/// Sums run in fp32, or in fp64 when input or output are; a narrower output is rounded once, at the end.
 template <class In>
 void with_float_output(const ReduceTask& task, std::span<const void* const> rows) {
-  if (task.output_type == c10::ScalarType::Float) return with_operation<float, In, float>(task, rows);
-  if (task.output_type == c10::ScalarType::Double) return with_operation<double, In, double>(task, rows);
-  with_operation<float, In, In>(task, rows);
+  using Sum = std::conditional_t<std::is_same_v<In, double>, double, float>;
+  switch (task.output_type) {
+    case c10::ScalarType::Double:
+      return with_operation<double, In, double>(task, rows);
+    case c10::ScalarType::Float:
+      return with_operation<Sum, In, float>(task, rows);
+    case c10::ScalarType::Half:
+      return with_operation<Sum, In, Half>(task, rows);
+    default:
+      return with_operation<Sum, In, BFloat>(task, rows);
+  }
 }
 
 // Integers: sums and products run in an unsigned type, where wrapping is defined; order needs the real one.
@@ -231,7 +240,7 @@ void reduce_rows(const ReduceTask& task, std::span<const void* const> rows) {
     case c10::ScalarType::Float:
       return with_float_output<float>(task, rows);
     case c10::ScalarType::Double:
-      return with_operation<double, double, double>(task, rows);
+      return with_float_output<double>(task, rows);
     case c10::ScalarType::Half:
       return with_float_output<Half>(task, rows);
     case c10::ScalarType::BFloat16:
@@ -262,10 +271,8 @@ void reduce_rows(const ReduceTask& task, std::span<const void* const> rows) {
 void check_reduction(std::string_view op_name, c10::ScalarType input, c10::ScalarType output, ReduceOp op, double scale) {
   const bool floating = is_float(input);
   check_value(floating || is_integer(input), op_name, "cannot reduce ", c10::toString(input), ", want a real or integer dtype");
-  const bool wider =
-      floating && (output == c10::ScalarType::Double || (output == c10::ScalarType::Float && input != c10::ScalarType::Double));
-  check_value(output == input || wider, op_name, "output is ", c10::toString(output), " for ", c10::toString(input),
-              " input, want the same or a wider floating dtype");
+  check_value(output == input || (floating && is_float(output)), op_name, "output is ", c10::toString(output), " for ",
+              c10::toString(input), " input, want the same dtype, or floating dtypes for both");
   check_value(floating || op != ReduceOp::kAvg, op_name, "cannot average ", c10::toString(input), ", want a floating dtype");
   check_value(floating || scale == 1.0, op_name, "scale ", scale, " for ", c10::toString(input),
               ", want 1 unless the dtype is floating");

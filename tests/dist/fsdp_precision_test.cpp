@@ -150,6 +150,37 @@ TEST(Policy, CastsInputsAndOutputsInContainers) {
   });
 }
 
+/// Master parameters that are themselves low-precision: fp32 sums, rounded once into the gradient of the master's dtype.
+TEST(Policy, LowPrecisionMaster) {
+  for (const std::vector<int64_t>& mesh : {std::vector<int64_t>{1}, {2}, {2, 2}}) {
+    const auto world = std::accumulate(mesh.begin(), mesh.end(), int64_t{1}, std::multiplies<>());
+    const Case c{.name = "", .mesh = mesh, .micro_batches = 2};
+    const Batch batch = make_batch(16, 7);
+    Tensors want = low_precision_gradients(c, batch, world);
+    for (auto& [name, gradient] : want) gradient = gradient.to(torch::kBFloat16);
+    run_ranks(static_cast<int>(world), [&](int rank) {
+      for (const auto param_dtype : {std::optional<at::ScalarType>(), std::optional(at::kFloat)}) {
+        Net net = make_net();
+        net->to(torch::kBFloat16);
+        FullyShardOptions options;
+        options.mesh = mesh.size() == 1 ? init_device_mesh("cpu", mesh, {"dp"}) : init_device_mesh("cpu", mesh, {"r", "s"});
+        options.mp_policy = {.param_dtype = param_dtype, .reduce_dtype = torch::kFloat};
+        const HSDPModule root = shard_net(net, options);
+        for (int micro = 0; micro < 2; ++micro) {
+          root.set_requires_gradient_sync(micro == 1);
+          const Batch mine = batch.part(micro, 2).part(rank, world);
+          (net_loss(net(mine.tokens), mine.targets) / 2).backward();
+        }
+        const Tensors got = full_gradients(root);
+        for (const auto& [name, gradient] : got) EXPECT_EQ(gradient.scalar_type(), torch::kBFloat16) << name;
+        // At world 1 the flat gradient itself accumulates, in the master's dtype.
+        const double bound = param_dtype ? 5e-2 : world == 1 ? 2e-2 : 0.0;
+        EXPECT_LE(relative_difference(got, want), bound);
+      }
+    });
+  }
+}
+
 /// The reduce dtype is what travels when it is the narrower one.
 TEST(Policy, LowPrecisionReduction) {
   for (const std::vector<int64_t>& mesh : {std::vector<int64_t>{2}, {2, 2}}) {

@@ -92,6 +92,28 @@ struct OuterImpl : torch::nn::Module {
 };
 HP_MODULE(Outer);
 
+struct InPlaceImpl : torch::nn::Module {
+  InPlaceImpl() { layer = register_module("layer", torch::nn::Linear(4, 4)); }
+  void forward(torch::Tensor& x, std::unique_ptr<int> moved) {
+    count += *moved;
+    x = layer(x);
+  }
+  torch::nn::Linear layer = nullptr;
+  int count = 0;
+};
+HP_MODULE(InPlace);
+
+TEST(Calls, ReferencesAndMoveOnlyArguments) {
+  run_ranks(2, [] {
+    InPlace module;
+    fully_shard(module, freed());
+    auto x = torch::ones({2, 4});
+    module(x, std::make_unique<int>(3));
+    EXPECT_EQ(module->count, 3);
+    EXPECT_TRUE(x.requires_grad());
+  });
+}
+
 /// B60: custom signatures, structs, nested custom modules. The gradient arrives through any one of the outputs.
 TEST(Outputs, TensorsAreFoundInEveryContainer) {
   run_ranks(2, [] {

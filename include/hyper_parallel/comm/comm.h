@@ -109,7 +109,8 @@ class HP_API Comm {
   Work all_gather_v(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> sizes,
                     const CommOptions& options = {}) const;
   /// output {=, +=} scale * reduction over ranks q = 0..W-1, in this order and in fp32 for low-precision floats, of
-  /// input_q[r * n .. (r+1) * n), n = output.numel(), r = this rank. `output` may have a wider floating dtype than `input`.
+  /// input_q[r * n .. (r+1) * n), n = output.numel(), r = this rank. `output` may have another floating dtype than `input`: it is
+  /// rounded once, after the sum.
   Work reduce_scatter_single(const at::Tensor& output, const at::Tensor& input, const ReduceScatterOptions& options = {}) const;
   /// Reduces `tensor` in place over all ranks, in rank order: every rank gets the same bits.
   /// Its second phase starts in `wait`: ranks must wait for the pending all_reduces of a group in the same order.

@@ -63,7 +63,7 @@ class HP_API UnshardHandle {
   std::weak_ptr<Unit> unit_;
 };
 
-/// Bytes that the engine holds on this rank, by purpose; see docs/design/005-memory.md for the formulas.
+/// Bytes that the engine holds on this rank, by purpose; see docs/design/005-memory-and-traffic.md for the formulas.
 struct MemoryUse {
   std::int64_t shards = 0;     ///< flat shards
   std::int64_t gradients = 0;  ///< flat sharded gradients
@@ -84,7 +84,9 @@ class HP_API UnitHandle {
   [[nodiscard]] const std::string& name() const;
   [[nodiscard]] bool is_unsharded() const;
 
-  /// Gathers the parameters. Collective over the shard group. No-op when they are there; with `async_op` the gather only starts.
+  /// Gathers the parameters. Collective: over the shard group, and the first time, where the ranks compare, over the whole mesh.
+  /// No-op when they are there; with `async_op` the gather only starts. They stay, also between forwards, until reshard(), a
+  /// forward that frees them by its own rule, or the end of a backward; after an optimizer step in between they are stale.
   UnshardHandle unshard(bool async_op = false) const;
   /// Frees the gathered parameters. Local, idempotent.
   void reshard() const;
@@ -95,7 +97,8 @@ class HP_API UnitHandle {
   /// False: the backward of this unit's forward does not read its parameters (an embedding look-up), so do not gather them there.
   void set_unshard_in_backward(bool unshard_in_backward) const;
   /// Drops what an aborted iteration left behind: gathers in flight, unsharded copies, accumulated local gradients. Keeps .grad.
-  /// Collective when communication was in flight. The next forward of an outermost unit does it by itself after an exception.
+  /// Collective when communication was in flight. After an exception in a backward, the next forward does it by itself; after one
+  /// in a forward nothing is left but gradients that earlier backwards without synchronisation accumulated.
   void reset_iter_state() const;
   /// Clears the gradients of all parameters of the tree (or fills them with zeros).
   void zero_grad(bool set_to_none = true) const;

@@ -36,14 +36,22 @@ class HookedBase {
 
 namespace detail {
 
-/// Copies an argument so that its tensors can be replaced.
-template <class T>
-auto cast_argument(const fsdp::ForwardScope& scope, T&& argument) {
-  std::decay_t<T> copy(std::forward<T>(argument));
-  auto cast = [&](at::Tensor& tensor) { tensor = scope.input(tensor); };
-  walk_tensors(copy, cast);
-  return copy;
-}
+/// A copy of an argument, so that its tensors can be replaced, passed on like the original: as an lvalue or to be moved from.
+template <class Given>
+struct CastArgument {
+  CastArgument(const fsdp::ForwardScope& scope, Given given) : copy(std::forward<Given>(given)) {
+    auto cast = [&](at::Tensor& tensor) { tensor = scope.input(tensor); };
+    walk_tensors(copy, cast);
+  }
+  decltype(auto) pass() {
+    if constexpr (std::is_lvalue_reference_v<Given>) {
+      return (copy);
+    } else {
+      return std::move(copy);
+    }
+  }
+  std::decay_t<Given> copy;
+};
 
 }  // namespace detail
 
@@ -79,7 +87,7 @@ class Hooked;
     template <class... Given>                                                                                       \
     decltype(auto) call(fsdp::ForwardScope& scope, Given&&... given) {                                              \
       if (!scope.casts_inputs()) return Impl::forward(std::forward<Given>(given)...);                               \
-      return Impl::forward(detail::cast_argument(scope, std::forward<Given>(given))...);                            \
+      return Impl::forward(detail::CastArgument<Given&&>(scope, std::forward<Given>(given)).pass()...);             \
     }                                                                                                               \
   };
 HP_DETAIL_HOOKED()
