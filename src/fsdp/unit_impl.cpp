@@ -29,8 +29,8 @@ Unit::Unit(std::string name, const FullyShardOptions& options, Comm shard_comm, 
 }
 
 Unit::~Unit() {
-  if (runtime_) runtime_->remove(*this);
   for (Unit* child : children()) child->parent_ = nullptr;  // it can become part of another tree
+  if (runtime_) runtime_->remove(*this);
   for (auto& group : groups_) {
     for (auto& parameter : group->parameters()) {
       forget_managed(parameter.full);
@@ -257,17 +257,17 @@ void Unit::post_forward(int member, bool completed) {
 
 void Unit::pre_backward() {
   if (in_backward_) return;
+  if (runtime_->in_forward()) {
+    // autograd::grad inside of a forward: it needs the parameters, the backward of the step comes later.
+    if (unshard_in_backward) finish_unshard();
+    return;
+  }
   runtime_->begin_unit_backward(*this);
   start_backward();
 }
 
 void Unit::start_backward() {
   in_backward_ = true;
-  if (runtime_->in_forward()) {
-    // autograd::grad inside of a forward: it needs the parameters, the backward of the step comes later.
-    if (unshard_in_backward) finish_unshard();
-    return;
-  }
   if (unshard_in_backward) finish_unshard();
   runtime_->look_ahead_backward();
 }
