@@ -2,6 +2,7 @@
 #include <hyper_parallel/nn/fully_shard.h>
 
 #include <algorithm>
+#include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -148,9 +149,10 @@ std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& 
                                     static_cast<int>(roots.size()));
   for (std::size_t i = 0; i < hooks.size(); ++i) hooks[i]->set_unit(unit, static_cast<int>(i));
 
-  if (roots.size() == 1 && dynamic_cast<torch::nn::EmbeddingImpl*>(roots.front().get()) != nullptr) {
-    fsdp::UnitHandle(unit).set_unshard_in_backward(false);  // the gradient of a look-up does not read the table
-  }
+  // The gradient of a look-up does not read the table; what a subclass does is unknown.
+  const Module& front = *roots.front();
+  if (roots.size() == 1 && typeid(front) == typeid(nn::Hooked<torch::nn::EmbeddingImpl>))
+    fsdp::UnitHandle(unit).set_unshard_in_backward(false);
   std::vector<HSDPModule> handles;
   handles.reserve(modules.size());
   for (const auto& module : modules) handles.emplace_back(module, unit);

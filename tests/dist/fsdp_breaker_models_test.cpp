@@ -159,6 +159,35 @@ TEST(Models, SparseGradientIsRefusedByName) {
   });
 }
 
+struct ScoringEmbeddingImpl : torch::nn::EmbeddingImpl {
+  using torch::nn::EmbeddingImpl::EmbeddingImpl;
+  torch::Tensor forward(const torch::Tensor& ids) { return torch::matmul(EmbeddingImpl::forward(ids), weight.t()); }
+};
+HP_MODULE(ScoringEmbedding);
+
+struct LookupImpl : torch::nn::Module {
+  LookupImpl() {
+    table = register_module("table", nn::Embedding(7, 3)), scoring = register_module("scoring", ScoringEmbedding(7, 3));
+  }
+  torch::Tensor forward(const torch::Tensor& ids) { return table(ids).sum() + torch::log_softmax(scoring(ids), -1).sum(); }
+  nn::Embedding table = nullptr;
+  ScoringEmbedding scoring = nullptr;
+};
+HP_MODULE(Lookup);
+
+/// A plain table is not gathered in backward; a subclass that computes with its weight is.
+TEST(Models, EmbeddingsAsUnits) {
+  run_ranks(2, [] {
+    Lookup sharded, plain;
+    seed_floating(*sharded, 8), seed_floating(*plain, 8);
+    fully_shard(sharded->table, on_all()), fully_shard(sharded->scoring, on_all());
+    const HSDPModule root = fully_shard(sharded, on_all());
+    for (int i = 0; i < 3; ++i) {
+      expect_same_gradients(sharded, root, plain, [](Lookup& m, int rank) { return m(torch::tensor({1, 2 + rank, 6})); });
+    }
+  });
+}
+
 struct DeepImpl : torch::nn::Module {
   explicit DeepImpl(int depth) {
     layer = register_module("layer", torch::nn::Linear(5, 5));
