@@ -41,7 +41,8 @@ struct FullyShardOptions {
   MixedPrecisionPolicy mp_policy = {};
   /// Parameters that are not managed: not sharded, not synchronised, left as they are.
   std::vector<at::Tensor> ignored_params = {};
-  /// One collective for all parameters of a dtype that are equally trainable or frozen (true) or one for each parameter (false). The ragged layout has always one.
+  /// One collective for all parameters of a dtype that are equally trainable or frozen (true) or one for each parameter (false).
+  /// The ragged layout has always one.
   bool comm_fusion = true;
   ShardLayout shard_layout = ShardLayout::kPerParameter;
 };
