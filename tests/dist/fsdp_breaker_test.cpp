@@ -422,9 +422,11 @@ TEST(Failures, OneRankThrows) {
       }
     });
     EXPECT_THAT(texts[1], HasSubstr("own error"));
+    // A slow rank may still be in its forward when the connection goes.
     for (const int rank : {0, 2}) {
-      EXPECT_THAT(texts[static_cast<std::size_t>(rank)],
-                  AllOf(AnyOf(HasSubstr("unit right"), HasSubstr("unit Pair")), HasSubstr("_single] peer rank")));
+      EXPECT_THAT(
+          texts[static_cast<std::size_t>(rank)],
+          AllOf(AnyOf(HasSubstr("unit left"), HasSubstr("unit right"), HasSubstr("unit Pair")), HasSubstr("_single] peer rank")));
     }
   }
 }
