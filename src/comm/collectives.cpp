@@ -13,11 +13,6 @@ namespace {
 constexpr std::int64_t kDirectAllReduceBytes = 4096;
 constexpr std::int64_t kDirectAllReduceBytesOfTwo = 65536;
 
-Comm::Impl& require(const std::shared_ptr<Comm::Impl>& impl, Op op) {
-  check_value(impl != nullptr, op_name(op), "empty Comm handle, want one from World::comm or DeviceMesh::get_group");
-  return *impl;
-}
-
 void check_same_dtype(Op op, const at::Tensor& output, const at::Tensor& input) {
   check_value(output.scalar_type() == input.scalar_type(), op_name(op), "output is ", c10::toString(output.scalar_type()),
               ", want the input's ", c10::toString(input.scalar_type()));
@@ -91,13 +86,25 @@ at::Tensor receive_space(Op op, const Comm::Impl& comm, const at::Tensor* worksp
   return *workspace;
 }
 
+// One message to or from `peer`, matched by the number of messages between the two ranks: the others know nothing of them.
+Started start_message(const std::shared_ptr<Comm::Impl>& impl, Op op, std::vector<std::uint64_t> Comm::Impl::*count,
+                      const at::Tensor& tensor, int peer, const CommOptions& options) {
+  auto& comm = require(impl, op_name(op));
+  check_tensor(op, "tensor", tensor);
+  check_peer(op, "peer", peer, comm);
+  check_value(peer != comm.rank, op_name(op), "peer ", peer, " is this rank itself (group ", comm.name, ')');
+  Started started(impl, op, static_cast<std::int64_t>(tensor.nbytes()), options.label, options.timeout);
+  started.op->tag_seed = static_cast<std::uint32_t>(++(comm.*count)[static_cast<std::size_t>(peer)]) | 0x80000000U;
+  return started;
+}
+
 double reduce_scale(ReduceOp op, double scale, int size) { return op == ReduceOp::kAvg ? scale / size : scale; }
 
 }  // namespace
 
 Work Comm::all_gather_single(const at::Tensor& output, const at::Tensor& input, const CommOptions& options) const {
   constexpr Op kOp = Op::kAllGather;
-  auto& comm = require(impl_, kOp);
+  auto& comm = require(impl_, op_name(kOp));
   check_tensor(kOp, "output", output);
   check_tensor(kOp, "input", input);
   check_same_dtype(kOp, output, input);
@@ -121,7 +128,7 @@ Work Comm::all_gather_single(const at::Tensor& output, const at::Tensor& input, 
 Work Comm::all_gather_v(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> sizes,
                         const CommOptions& options) const {
   constexpr Op kOp = Op::kAllGatherV;
-  auto& comm = require(impl_, kOp);
+  auto& comm = require(impl_, op_name(kOp));
   check_tensor(kOp, "output", output);
   check_tensor(kOp, "input", input);
   check_same_dtype(kOp, output, input);
@@ -151,7 +158,7 @@ Work Comm::all_gather_v(const at::Tensor& output, const at::Tensor& input, std::
 
 Work Comm::reduce_scatter_single(const at::Tensor& output, const at::Tensor& input, const ReduceScatterOptions& options) const {
   constexpr Op kOp = Op::kReduceScatter;
-  auto& comm = require(impl_, kOp);
+  auto& comm = require(impl_, op_name(kOp));
   check_tensor(kOp, "output", output);
   check_tensor(kOp, "input", input);
   check_value(input.numel() == output.numel() * comm.size, op_name(kOp), "input has ", input.numel(), " elements, want ",
@@ -191,7 +198,7 @@ Work Comm::reduce_scatter_single(const at::Tensor& output, const at::Tensor& inp
 
 Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) const {
   constexpr Op kOp = Op::kAllReduce;
-  auto& comm = require(impl_, kOp);
+  auto& comm = require(impl_, op_name(kOp));
   check_tensor(kOp, "tensor", tensor);
   const auto dtype = tensor.scalar_type();
   check_reduction(op_name(kOp), dtype, dtype, options.op, options.scale);
@@ -253,7 +260,7 @@ Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options)
 Work Comm::all_to_all_single(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> output_sizes,
                              std::span<const std::int64_t> input_sizes, const CommOptions& options) const {
   constexpr Op kOp = Op::kAllToAll;
-  auto& comm = require(impl_, kOp);
+  auto& comm = require(impl_, op_name(kOp));
   check_tensor(kOp, "output", output);
   check_tensor(kOp, "input", input);
   check_same_dtype(kOp, output, input);
@@ -288,7 +295,7 @@ Work Comm::all_to_all_single(const at::Tensor& output, const at::Tensor& input, 
 
 Work Comm::broadcast(const at::Tensor& tensor, int root, const CommOptions& options) const {
   constexpr Op kOp = Op::kBroadcast;
-  auto& comm = require(impl_, kOp);
+  auto& comm = require(impl_, op_name(kOp));
   check_tensor(kOp, "tensor", tensor);
   check_peer(kOp, "root", root, comm);
   const auto nbytes = static_cast<std::int64_t>(tensor.nbytes());
@@ -303,7 +310,7 @@ Work Comm::broadcast(const at::Tensor& tensor, int root, const CommOptions& opti
 
 Work Comm::scatter(const at::Tensor& output, const at::Tensor& input, int root, const CommOptions& options) const {
   constexpr Op kOp = Op::kScatter;
-  auto& comm = require(impl_, kOp);
+  auto& comm = require(impl_, op_name(kOp));
   check_tensor(kOp, "output", output);
   check_peer(kOp, "root", root, comm);
   const auto nbytes = static_cast<std::int64_t>(output.nbytes());
@@ -327,35 +334,20 @@ Work Comm::scatter(const at::Tensor& output, const at::Tensor& input, int root, 
 }
 
 Work Comm::send(const at::Tensor& tensor, int peer, const CommOptions& options) const {
-  constexpr Op kOp = Op::kSend;
-  auto& comm = require(impl_, kOp);
-  check_tensor(kOp, "tensor", tensor);
-  check_peer(kOp, "peer", peer, comm);
-  check_value(peer != comm.rank, op_name(kOp), "peer ", peer, " is this rank itself (group ", comm.name, ')');
-  const auto nbytes = static_cast<std::int64_t>(tensor.nbytes());
-  Started started(impl_, kOp, nbytes, options.label, options.timeout);
-  // Matched by the number of messages between the two ranks: the others know nothing of them.
-  started.op->tag_seed = static_cast<std::uint32_t>(++comm.sent[static_cast<std::size_t>(peer)]) | 0x80000000U;
-  started.op->post_send(tensor, 0, nbytes, peer);
+  auto started = start_message(impl_, Op::kSend, &Impl::sent, tensor, peer, options);
+  started.op->post_send(tensor, 0, started.op->bytes, peer);
   return std::move(started.work);
 }
 
 Work Comm::recv(const at::Tensor& tensor, int peer, const CommOptions& options) const {
-  constexpr Op kOp = Op::kRecv;
-  auto& comm = require(impl_, kOp);
-  check_tensor(kOp, "tensor", tensor);
-  check_peer(kOp, "peer", peer, comm);
-  check_value(peer != comm.rank, op_name(kOp), "peer ", peer, " is this rank itself (group ", comm.name, ')');
-  const auto nbytes = static_cast<std::int64_t>(tensor.nbytes());
-  Started started(impl_, kOp, nbytes, options.label, options.timeout);
-  started.op->tag_seed = static_cast<std::uint32_t>(++comm.received[static_cast<std::size_t>(peer)]) | 0x80000000U;
-  started.op->post_receive(tensor, 0, nbytes, peer);
+  auto started = start_message(impl_, Op::kRecv, &Impl::received, tensor, peer, options);
+  started.op->post_receive(tensor, 0, started.op->bytes, peer);
   return std::move(started.work);
 }
 
 void Comm::barrier(const CommOptions& options) const {
   constexpr Op kOp = Op::kBarrier;
-  auto& comm = require(impl_, kOp);
+  auto& comm = require(impl_, op_name(kOp));
   // Dissemination: after round i each rank has heard, directly or not, of 2^(i+1) ranks.
   const auto token = byte_buffer(comm.allocator, 2);
   *static_cast<char*>(token.data_ptr()) = 0;

@@ -10,11 +10,6 @@
 namespace hyper_parallel {
 namespace {
 
-Comm::Impl& require(const std::shared_ptr<Comm::Impl>& impl, std::string_view op) {
-  check_value(impl != nullptr, op, "empty Comm handle, want one from World::comm or DeviceMesh::get_group");
-  return *impl;
-}
-
 at::Tensor raw_bytes(c10::Storage storage, std::int64_t offset, std::int64_t nbytes) {
   auto out = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
                                                       caffe2::TypeMeta::Make<std::uint8_t>());
@@ -24,6 +19,11 @@ at::Tensor raw_bytes(c10::Storage storage, std::int64_t offset, std::int64_t nby
 }
 
 }  // namespace
+
+Comm::Impl& require(const std::shared_ptr<Comm::Impl>& impl, std::string_view op) {
+  check_value(impl != nullptr, op, "empty Comm handle, want one from World::comm or DeviceMesh::get_group");
+  return *impl;
+}
 
 at::Tensor byte_view(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes) {
   const auto start = tensor.storage_offset() * static_cast<std::int64_t>(tensor.element_size()) + offset;

@@ -30,7 +30,6 @@ enum class Op : std::uint8_t {
   kSend,
   kRecv,
   kBarrier,
-
 };
 [[nodiscard]] const char* op_name(Op op) noexcept;
 
@@ -118,6 +117,8 @@ struct Comm::Impl {
   [[noreturn]] void throw_broken(Op op) const;
 };
 
+/// What a handle points to; ValueError for an empty one.
+Comm::Impl& require(const std::shared_ptr<Comm::Impl>& impl, std::string_view op);
 /// Starts an operation: takes a Work from the pool, numbers and records it.
 std::unique_ptr<Work::Impl> begin(const std::shared_ptr<Comm::Impl>& comm, Op op, std::int64_t bytes, std::string_view label,
                                   std::optional<std::chrono::milliseconds> timeout);

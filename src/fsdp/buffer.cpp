@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include <ATen/ops/empty.h>
-#include <c10/core/Storage.h>
-
 #include <hyper_parallel/core/error.h>
+
+#include "fsdp/flat_tensor.h"
 
 namespace hyper_parallel::fsdp {
 
@@ -30,11 +29,8 @@ void MemoryPool::give(Block block) {
 
 SwappedBuffer::SwappedBuffer(std::int64_t numel, const at::TensorOptions& options, std::string guard_message)
     : message_(std::move(guard_message)) {
-  bytes_ = static_cast<std::size_t>(numel) * options.dtype().itemsize();
-  const auto device = options.device();
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes_, at::DataPtr(nullptr, device), nullptr, /*resizable=*/false);
-  flat_ = at::empty({0}, options);
-  flat_.set_(storage, 0, {numel}, {1});
+  bytes_ = flat_bytes(numel, options);
+  flat_ = flat_over(at::DataPtr(nullptr, options.device()), numel, options);
   guard();
 }
 

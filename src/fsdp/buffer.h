@@ -51,8 +51,6 @@ class SwappedBuffer {
 
   [[nodiscard]] bool defined() const { return flat_.defined(); }
   [[nodiscard]] const at::Tensor& flat() const { return flat_; }
-  [[nodiscard]] bool live() const { return live_; }
-  [[nodiscard]] std::size_t bytes() const { return bytes_; }
   void set_guard_message(std::string message);
 
   /// Contents are undefined afterwards.

@@ -43,13 +43,6 @@ class LearnedOrder {
     recorded_.clear();
   }
 
-  [[nodiscard]] bool learned() const { return learned_.has_value(); }
-  [[nodiscard]] bool active() const { return active_; }
-  [[nodiscard]] const std::vector<int>& order() const {
-    static const std::vector<int> none;
-    return learned_ ? *learned_ : none;
-  }
-
  private:
   std::optional<std::vector<int>> learned_;
   std::vector<int> recorded_;

@@ -70,8 +70,6 @@ DeviceMesh default_mesh(const std::vector<ParameterSlot>& slots) {
 
 }  // namespace
 
-std::optional<std::string> managing_unit(const at::Tensor& tensor) { return managed_by(tensor); }
-
 std::shared_ptr<Unit> make_unit(const std::string& name, std::vector<ParameterSlot> slots, const FullyShardOptions& given,
                                 const std::vector<ChildUnit>& children, int members) {
   FullyShardOptions options = given;

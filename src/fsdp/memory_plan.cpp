@@ -124,7 +124,7 @@ class Replay {
     finish(unit);
     prefetch_after(forward_, unit, false);
     for (Unit* child : unit.children()) forward(*child);
-    if (unit.options().reshard_after_forward.value_or(!unit.is_root())) reshard(unit);
+    if (unit.reshard_after_forward()) reshard(unit);
   }
 
   void backward(Unit& unit, bool sync) {

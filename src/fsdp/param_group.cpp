@@ -5,8 +5,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/Storage.h>
 
 #include "fsdp/flat_tensor.h"
 
@@ -46,10 +44,9 @@ ParamGroup::ParamGroup(GroupLayout layout, std::vector<ParameterSlot> slots, Gro
   compute_ = master_.dtype(options_.compute_dtype);
   aliased_ = layout_.world() == 1 && options_.compute_dtype == master_.dtype() && !strict_guard();
 
-  const auto bits = [](at::ScalarType type) { return c10::elementSize(type); };
-  const bool lossless =
-      options_.reduce_dtype == options_.compute_dtype || (bits(options_.reduce_dtype) > bits(options_.compute_dtype));
-  wire_dtype_ = lossless ? options_.compute_dtype : options_.reduce_dtype;
+  // A wider dtype holds every gradient exactly, so that they can travel as they are.
+  const bool wider = c10::elementSize(options_.reduce_dtype) > c10::elementSize(options_.compute_dtype);
+  wire_dtype_ = wider ? options_.compute_dtype : options_.reduce_dtype;
   accum_dtype_differs_ = wire_dtype_ != options_.reduce_dtype;
 
   fill_shard(slots);

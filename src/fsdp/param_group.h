@@ -6,8 +6,8 @@
 //   grad   [S]     flat, master dtype, from the first backward S_i.grad = views
 //   pack   [W, S]  one row per receiving rank, memory from the pool
 #include <cstdint>
-#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -84,14 +84,11 @@ class ParamGroup {
   void launch_reduce(MemoryPool& pool);
   /// Waits for the stage in flight and starts the next one; false once the flat gradient is complete.
   [[nodiscard]] bool advance_reduce(MemoryPool& pool);
-  [[nodiscard]] bool reducing() const { return stage_ != Stage::kIdle; }
   /// Drops local accumulation and reductions in flight.
   void reset(MemoryPool& pool);
 
   /// Gives .grad to parameter i after a reduction in which some rank had a gradient for it.
   void install_grad(std::size_t i);
-  /// Bytes of gradients per element on the wire, for the traffic formula.
-  [[nodiscard]] at::ScalarType wire_dtype() const { return wire_dtype_; }
   [[nodiscard]] GroupFootprint footprint() const;
   /// Bytes that this group holds outside the pool.
   [[nodiscard]] std::int64_t shard_bytes() const { return static_cast<std::int64_t>(shard_.nbytes()); }
@@ -129,6 +126,7 @@ class ParamGroup {
   void pack(Pack& pack, std::vector<at::Tensor>& gradients, bool add);
   void reduce_alone(std::vector<at::Tensor>& gradients, bool add);
   void check_gradients(const std::vector<at::Tensor>& gradients) const;
+  [[nodiscard]] std::pair<double, double> scales() const;
   [[nodiscard]] bool alone() const { return layout_.world() == 1 && replicas_ == 1; }
   [[nodiscard]] Pack& accumulation() { return accum_dtype_differs_ ? accumulation_ : wire_; }
   [[nodiscard]] std::string describe(std::size_t i) const;

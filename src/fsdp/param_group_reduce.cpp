@@ -210,18 +210,15 @@ void ParamGroup::reduce_alone(std::vector<at::Tensor>& gradients, bool add) {
 void ParamGroup::accumulate(std::vector<at::Tensor>& gradients, MemoryPool& pool) {
   at::NoGradGuard no_grad;
   check_gradients(gradients);
+  // Alone, nothing is ever sent: the flat gradient itself is the accumulator. A .grad that is there keeps its memory until then.
+  if (alone() && !accumulated_ && any_grad()) release_grad();
   ensure_grad();
   if (alone()) {
-    // Nothing is ever sent: the flat gradient itself is the accumulator. A .grad that is there keeps its memory until then.
-    if (!accumulated_ && any_grad()) release_grad();
-    ensure_grad();
     reduce_alone(gradients, accumulated_);
-    accumulated_ = true;
-    return;
+  } else {
+    if (!accumulated_) accumulation().buffer.acquire(pool);
+    pack(accumulation(), gradients, accumulated_);
   }
-  Pack& sum = accumulation();
-  if (!accumulated_) sum.buffer.acquire(pool);
-  pack(sum, gradients, accumulated_);
   accumulated_ = true;
 }
 
@@ -243,6 +240,15 @@ void ParamGroup::start_reduce(std::vector<at::Tensor>& gradients, bool again, Me
   stage_ = Stage::kReduceScatter;
 }
 
+/// Factors of the sum over the shard group and of the one over the replicas; together the average. Low-precision partial sums are
+/// averaged at once so that they stay in range; otherwise there is one scale, at the very end.
+std::pair<double, double> ParamGroup::scales() const {
+  const double average = 1.0 / (static_cast<double>(layout_.world()) * replicas_);
+  if (replicas_ == 1) return {average, 1.0};
+  if (c10::elementSize(options_.reduce_dtype) < 4) return {1.0 / layout_.world(), 1.0 / replicas_};
+  return {1.0, average};
+}
+
 void ParamGroup::launch_reduce(MemoryPool& pool) {
   at::NoGradGuard no_grad;
   if (stage_ != Stage::kReduceScatter) return;
@@ -250,12 +256,7 @@ void ParamGroup::launch_reduce(MemoryPool& pool) {
   const bool replicated = replicas_ > 1;
   if (replicated) partial_.acquire(pool);
   if (source.receive.defined()) source.receive.acquire(pool);
-  // Low-precision partial sums are averaged at once so that they stay in range; otherwise one scale at the very end.
-  const bool early = replicated && c10::elementSize(options_.reduce_dtype) < 4;
-  const double average = 1.0 / (static_cast<double>(layout_.world()) * replicas_);
-  const ReduceScatterOptions options{.scale = !replicated ? average
-                                              : early     ? 1.0 / layout_.world()
-                                                          : 1.0,
+  const ReduceScatterOptions options{.scale = scales().first,
                                      .accumulate = !replicated && add_to_grad_,
                                      .workspace = source.receive.defined() ? &source.receive.flat() : nullptr,
                                      .label = options_.unit};
@@ -271,11 +272,9 @@ bool ParamGroup::advance_reduce(MemoryPool& pool) {
     in_flight_->receive.release(pool);
     in_flight_ = nullptr;
     if (replicas_ > 1) {
-      const bool early = c10::elementSize(options_.reduce_dtype) < 4;
-      const double average = early ? 1.0 / replicas_ : 1.0 / (static_cast<double>(layout_.world()) * replicas_);
       exchange_.acquire(pool);
-      reduction_ = options_.replicate_comm.all_reduce(partial_.flat(),
-                                                      {.scale = average, .workspace = &exchange_.flat(), .label = options_.unit});
+      reduction_ = options_.replicate_comm.all_reduce(
+          partial_.flat(), {.scale = scales().second, .workspace = &exchange_.flat(), .label = options_.unit});
       stage_ = Stage::kAllReduce;
       return true;
     }

@@ -13,21 +13,32 @@
 
 namespace hyper_parallel::fsdp {
 
+namespace {
+
+/// The entry for the ranks of `comm`, made on first use: entries keep the order in which the units name their groups.
+template <class T>
+T& entry_for(std::vector<std::pair<Comm, T>>& entries, const Comm& comm) {
+  const auto known =
+      std::find_if(entries.begin(), entries.end(), [&](const auto& entry) { return entry.first.ranks() == comm.ranks(); });
+  return known != entries.end() ? known->second : entries.emplace_back(comm, T()).second;
+}
+
+}  // namespace
+
 void Runtime::add(Unit& unit) {
-  unit.index = static_cast<int>(units_.size());
   units_.push_back(&unit);
-  agreed_ = false;
+  renumber();
 }
 
 void Runtime::remove(Unit& unit) {
   std::erase(units_, &unit);
   std::erase(in_flight_, &unit);
-  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->index = static_cast<int>(i);
-  forget_orders();
+  renumber();
 }
 
-/// Learned orders speak of indices, which have changed.
-void Runtime::forget_orders() {
+/// Learned orders and the agreement speak of indices, which have changed.
+void Runtime::renumber() {
+  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->index = static_cast<int>(i);
   forward_orders_.clear();
   forward_order_ = nullptr;
   backward_plan_ = {};
@@ -37,27 +48,16 @@ void Runtime::forget_orders() {
 
 void Runtime::absorb(Runtime& other) {
   if (&other == this) return;
-  check_value(other.idle(), "fully_shard", "an inner unit is in the middle of a step, want it idle");
-  forget_orders();
-  std::vector<Unit*> mine = std::move(units_);
-  units_ = std::exchange(other.units_, {});
-  units_.insert(units_.end(), mine.begin(), mine.end());
-  // Own unit last, units that were absorbed before stay in front of it.
-  if (mine.size() > 1)
-    std::rotate(units_.begin(), units_.begin() + static_cast<std::ptrdiff_t>(units_.size() - mine.size()), units_.end() - 1);
-  for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->index = static_cast<int>(i);
-  agreed_ = false;
+  check_internal(other.idle(), "fully_shard", "an inner unit is in the middle of a step");
+  const std::vector<Unit*> theirs = std::exchange(other.units_, {});
+  units_.insert(units_.end() - 1, theirs.begin(), theirs.end());  // the outermost unit stays last
+  renumber();
 }
 
 void Runtime::agree() {
-  // One comparison per group of ranks, in the order in which the units name them.
+  // One comparison per group of ranks.
   std::vector<std::pair<Comm, std::vector<std::string>>> plans;
-  for (Unit* unit : units_) {
-    const Comm& comm = unit->data_parallel_comm();
-    auto plan = std::find_if(plans.begin(), plans.end(), [&](const auto& p) { return p.first.ranks() == comm.ranks(); });
-    if (plan == plans.end()) plan = plans.insert(plans.end(), {comm, {}});
-    unit->describe(plan->second);
-  }
+  for (Unit* unit : units_) unit->describe(entry_for(plans, unit->data_parallel_comm()));
   for (const auto& [comm, lines] : plans) {
     if (comm.size() > 1) comm.check_same("fully_shard", lines, {.label = "agreement of units"});
   }
@@ -136,9 +136,7 @@ void Runtime::catch_up(const BackwardEvent& event) {
   if (!unit.owes_reduction || unit.reduced_in_backward || !unit.trainable()) return;
   backward_plan_.record_skipped(event);
   if (!unit.requires_gradient_sync) return;
-  advance_reductions();
-  unit.start_reduce(unit.no_gradients());
-  in_flight_.push_back(&unit);
+  launch(unit, unit.no_gradients());
 }
 
 void Runtime::begin_unit_backward(Unit& unit) {
@@ -151,27 +149,28 @@ void Runtime::look_ahead_backward() {
   if (next && units_[static_cast<std::size_t>(*next)]->unshard_in_backward) prefetch(*next);
 }
 
-void Runtime::skip_reduction(Unit& unit) {
+void Runtime::end_unit_backward(Unit& unit) {
   enter_backward();
   backward_plan_.reach({BackwardEvent::Kind::kReduce, unit.index}, [this](const BackwardEvent& event) { catch_up(event); });
 }
 
 void Runtime::reduce(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients) {
-  skip_reduction(unit);
+  end_unit_backward(unit);
+  launch(unit, gradients);
+}
+
+/// The buffers of the previous unit come back before this one takes its own.
+void Runtime::launch(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients) {
   advance_reductions();
   unit.start_reduce(gradients);
   in_flight_.push_back(&unit);
 }
 
-/// One stage on for everything in flight: the buffers of the previous unit come back before this one takes its own.
+/// One stage on for everything in flight.
 void Runtime::advance_reductions() {
   for (auto it = in_flight_.begin(); it != in_flight_.end();) {
     it = (*it)->advance_reduce() ? std::next(it) : in_flight_.erase(it);
   }
-}
-
-void Runtime::drain_reductions() {
-  while (!in_flight_.empty()) advance_reductions();
 }
 
 void Runtime::finish_backward() {
@@ -181,7 +180,7 @@ void Runtime::finish_backward() {
     catch_up({BackwardEvent::Kind::kGather, (*unit)->index});
     catch_up({BackwardEvent::Kind::kReduce, (*unit)->index});
   }
-  drain_reductions();
+  while (!in_flight_.empty()) advance_reductions();
   install_gradients();
   for (Unit* unit : units_) unit->end_backward();
   backward_plan_.finish();
@@ -191,19 +190,15 @@ void Runtime::finish_backward() {
 /// A parameter gets its .grad when any rank had a gradient for it: one bit per parameter, exchanged once per backward.
 void Runtime::install_gradients() {
   struct Bit {
-    Unit* unit;
     ParamGroup* group;
     std::size_t parameter;
   };
   std::vector<std::pair<Comm, std::vector<Bit>>> exchanges;
   for (Unit* unit : units_) {
     if (!unit->reduced_in_backward) continue;
-    const Comm& comm = unit->data_parallel_comm();
-    auto exchange =
-        std::find_if(exchanges.begin(), exchanges.end(), [&](const auto& e) { return e.first.ranks() == comm.ranks(); });
-    if (exchange == exchanges.end()) exchange = exchanges.insert(exchanges.end(), {comm, {}});
+    std::vector<Bit>& bits = entry_for(exchanges, unit->data_parallel_comm());
     for (auto& group : unit->groups()) {
-      for (std::size_t i = 0; i < group->parameters().size(); ++i) exchange->second.push_back({unit, group.get(), i});
+      for (std::size_t i = 0; i < group->parameters().size(); ++i) bits.push_back({group.get(), i});
     }
   }
   for (auto& [comm, bits] : exchanges) {

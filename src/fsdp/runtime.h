@@ -26,7 +26,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void absorb(Runtime& other);
 
   [[nodiscard]] MemoryPool& pool() { return pool_; }
-  [[nodiscard]] const std::vector<Unit*>& units() const { return units_; }
   [[nodiscard]] bool in_backward() const { return in_backward_; }
   [[nodiscard]] bool in_forward() const { return depth_ > 0 && !in_backward_; }
   /// Number of the outermost forward that is running or ran last.
@@ -44,20 +43,20 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void begin_unit_backward(Unit& unit);
   /// After the unit is unsharded: starts the gather of the one that came next the last time.
   void look_ahead_backward();
-  /// Without gradient synchronisation nothing is reduced, but the place in the order is the same.
-  void skip_reduction(Unit& unit);
+  /// The unit's last gradient has arrived: catches up likewise. Without gradient synchronisation this is all.
+  void end_unit_backward(Unit& unit);
   void reduce(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients);
   /// Drops everything that an aborted iteration left behind.
   void reset();
 
  private:
   void agree();
-  void forget_orders();
+  void renumber();
   void finish_backward();
   void catch_up(const BackwardEvent& event);
   void expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const;
+  void launch(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients);
   void advance_reductions();
-  void drain_reductions();
   void install_gradients();
   void prefetch(int index);
 

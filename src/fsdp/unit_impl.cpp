@@ -160,20 +160,13 @@ bool Unit::trainable() const {
   return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->trainable(); });
 }
 
-std::size_t Unit::parameter_count() const {
-  std::size_t count = 0;
-  for (const auto& group : groups_) count += group->parameters().size();
-  return count;
-}
-
 void Unit::describe(std::vector<std::string>& lines) const {
   const auto dtype = [](const std::optional<at::ScalarType>& type) { return type ? concat(*type) : std::string("default"); };
   const MixedPrecisionPolicy& policy = options_.mp_policy;
   lines.push_back(concat("unit ", name_, ": ", options_.mesh.to_string(), ", layout ",
                          options_.shard_layout == ShardLayout::kRagged ? "ragged" : "per-parameter",
                          options_.comm_fusion ? "" : " unfused", ", param_dtype ", dtype(policy.param_dtype), ", reduce_dtype ",
-                         dtype(policy.reduce_dtype), ", reshard_after_forward ",
-                         options_.reshard_after_forward.value_or(!is_root())));
+                         dtype(policy.reduce_dtype), ", reshard_after_forward ", reshard_after_forward()));
   for (const auto& group : groups_) {
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ManagedParameter& parameter = group->parameters()[i];
@@ -185,9 +178,8 @@ void Unit::describe(std::vector<std::string>& lines) const {
 }
 
 bool Unit::reshards_after_forward() const {
-  // A forward without gradients has no backward to wait for. The root's backward comes first: by default its parameters stay.
-  if (!at::GradMode::is_enabled() && !held) return true;
-  return options_.reshard_after_forward.value_or(!is_root());
+  // A forward without gradients has no backward to wait for.
+  return reshard_after_forward() || (!at::GradMode::is_enabled() && !held);
 }
 
 /// The first collective of each kind is preceded by a comparison, so that ranks that run different programs stop with both names.
@@ -298,7 +290,7 @@ void Unit::post_backward(std::vector<at::Tensor> gradients) {
     runtime_->reduce(*this, gradients_);
     return;
   }
-  runtime_->skip_reduction(*this);
+  runtime_->end_unit_backward(*this);
   in_backward_ = false;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     if (groups_[g]->trainable()) groups_[g]->accumulate(gradients_[g], runtime_->pool());
@@ -337,16 +329,12 @@ void Unit::end_backward() {
 }
 
 void Unit::reset() {
-  reshard();
+  end_backward();
   for (auto& group : groups_) group->reset(runtime_->pool());
   for (auto& gradients : gradients_) {
     for (at::Tensor& gradient : gradients) gradient.reset();
   }
-  in_backward_ = false;
-  awaits_backward = false;
   owes_reduction = false;
-  reduced_in_backward = false;
-  members_run_.clear();
 }
 
 }  // namespace hyper_parallel::fsdp

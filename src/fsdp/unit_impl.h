@@ -59,7 +59,6 @@ class Unit : public std::enable_shared_from_this<Unit> {
   [[nodiscard]] bool in_backward() const { return in_backward_; }
   [[nodiscard]] bool is_unsharded() const { return state_ == State::kUnsharded; }
   [[nodiscard]] bool trainable() const;
-  [[nodiscard]] std::size_t parameter_count() const;
   /// What must be equal on all ranks, one line per parameter.
   void describe(std::vector<std::string>& lines) const;
   /// This unit and all below, children first, in wrap order.
@@ -69,13 +68,15 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   int members = 1;  ///< modules that form this unit
 
-  /// The user gathered it by hand: it stays across forwards, and whoever changes the shards must reshard it.
+  /// The user gathered it by hand: a forward does not gather it again, and whoever changes the shards must reshard it.
   bool held = false;
 
   // Switches; see UnitHandle.
   bool requires_gradient_sync = true;
   bool unshard_in_backward = true;
   void set_reshard_after_forward(bool value) { options_.reshard_after_forward = value; }
+  /// The root's backward comes first: by default its parameters stay.
+  [[nodiscard]] bool reshard_after_forward() const { return options_.reshard_after_forward.value_or(!is_root()); }
 
   // Bookkeeping of the runtime.
   int index = 0;

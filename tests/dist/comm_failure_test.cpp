@@ -7,6 +7,7 @@
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/comm/world.h>
 
+#include "support/message_of.h"
 #include "support/rank_threads.h"
 
 namespace hyper_parallel {
@@ -16,23 +17,12 @@ using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
+using testing::message_of;
 using ::testing::Not;
 using testing::RankError;
 using testing::RankOptions;
 using testing::run_ranks;
 using ::testing::StartsWith;
-
-template <class Expected, class Body>
-std::string message_of(Body&& body) {
-  try {
-    body();
-  } catch (const Expected& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("wrong type: ") + error.what();
-  }
-  return "nothing thrown";
-}
 
 template <class Body>
 void on_two_ranks(Body body) {

@@ -13,12 +13,14 @@
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/comm/world.h>
 
+#include "support/message_of.h"
 #include "support/rank_threads.h"
 
 namespace hyper_parallel {
 namespace {
 
 using testing::run_ranks;
+using testing::value_error;
 using Sizes = std::vector<std::int64_t>;
 using Placements = std::vector<Placement>;
 
@@ -399,16 +401,6 @@ TEST(DTensor, PartialAxesOfSeveralOperationsKeepTheirOrder) {
     EXPECT_TENSOR(kept.redistribute({Partial(ReduceOp::kProduct), Partial()}).to_local(),
                   rank < 2 ? local : torch::full({3}, rank == 2 ? 1.0 : 0.0));
   });
-}
-
-template <class F>
-std::string value_error(F&& call) {
-  try {
-    static_cast<void>(call());
-  } catch (const ValueError& error) {
-    return error.what();
-  }
-  return "no ValueError";
 }
 
 TEST(DTensor, RejectsBadArguments) {

@@ -27,11 +27,7 @@ struct Case {
 std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
 
 FullyShardOptions options_of(const Case& c) {
-  FullyShardOptions options;
-  options.mesh = c.mesh.size() == 1 ? init_device_mesh("cpu", c.mesh, {"dp_shard"})
-                                    : init_device_mesh("cpu", c.mesh, {"dp_replicate", "dp_shard"});
-  options.reshard_after_forward = c.reshard;
-  options.shard_layout = c.layout;
+  FullyShardOptions options = on_mesh(c.mesh, c.layout, c.reshard);
   options.comm_fusion = c.fusion;
   if (c.low_precision) options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat32};
   return options;
@@ -97,7 +93,7 @@ class Accounting : public ::testing::TestWithParam<Case> {};
 
 TEST_P(Accounting, MemoryAndTraffic) {
   const Case& c = GetParam();
-  const int world = static_cast<int>(std::accumulate(c.mesh.begin(), c.mesh.end(), int64_t{1}, std::multiplies<>()));
+  const int world = ranks_of(c.mesh);
   const int64_t live_before = allocation_counts().live;
   std::barrier meet(world);  // of the threads: a barrier of the group would allocate
   run_ranks(world, {.allocator = counting_allocator()}, [&](int rank) {

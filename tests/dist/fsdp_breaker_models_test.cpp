@@ -17,8 +17,6 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-constexpr std::array kLayouts = {ShardLayout::kPerParameter, ShardLayout::kRagged};
-
 struct ZooImpl : torch::nn::Module {
   ZooImpl() {
     namespace tn = torch::nn;
@@ -52,7 +50,7 @@ TEST(Models, LibraryModulesInsideAUnit) {
     run_ranks(world, [] {
       for (const auto layout : kLayouts) {
         Zoo sharded, plain;
-        seed_floating(*sharded, 1), seed_floating(*plain, 1);
+        seed_parameters(*sharded, 1), seed_parameters(*plain, 1);
         const HSDPModule root = fully_shard(sharded, on_all(layout, true));
         const auto loss = [](Zoo& m, int rank) { return m(wave({2, 3, 4, 4}, rank)).square().mean(); };
         expect_same_gradients(sharded, root, plain, loss);
@@ -101,11 +99,11 @@ HP_MODULE(Odd);
 
 TEST(Models, ParametersOfEveryKind) {
   for (const std::vector<int64_t>& mesh : {std::vector<int64_t>{1}, {2}, {5}, {8}, {3, 2}, {2, 3}}) {
-    const auto world = std::accumulate(mesh.begin(), mesh.end(), int64_t{1}, std::multiplies<>());
-    run_ranks(static_cast<int>(world), [&] {
+    const int world = ranks_of(mesh);
+    run_ranks(world, [&] {
       for (const int variant : {0, 1, 2}) {
         Odd sharded, plain;
-        seed_floating(*sharded, 2), seed_floating(*plain, 2);
+        seed_parameters(*sharded, 2), seed_parameters(*plain, 2);
         FullyShardOptions options = on_mesh(mesh, variant == 1 ? ShardLayout::kRagged : ShardLayout::kPerParameter, true);
         options.comm_fusion = variant != 2;
         if (variant != 1) {
@@ -179,7 +177,7 @@ HP_MODULE(Lookup);
 TEST(Models, EmbeddingsAsUnits) {
   run_ranks(2, [] {
     Lookup sharded, plain;
-    seed_floating(*sharded, 8), seed_floating(*plain, 8);
+    seed_parameters(*sharded, 8), seed_parameters(*plain, 8);
     fully_shard(sharded->table, on_all()), fully_shard(sharded->scoring, on_all());
     const HSDPModule root = fully_shard(sharded, on_all());
     for (int i = 0; i < 3; ++i) {
@@ -208,7 +206,7 @@ TEST(Trees, UnitsFourDeepWithMixedFlags) {
   run_ranks(3, [] {
     for (const int pattern : {0, 5, 10, 15}) {
       Deep sharded(3), plain(3);
-      seed_floating(*sharded, 3), seed_floating(*plain, 3);
+      seed_parameters(*sharded, 3), seed_parameters(*plain, 3);
       std::vector<std::shared_ptr<torch::nn::Module>> chain{sharded.ptr()};
       while (chain.back()->as<DeepImpl>()->inner) chain.push_back(chain.back()->as<DeepImpl>()->inner);
       HSDPModule root;
@@ -251,7 +249,7 @@ TEST(Trees, OneBlockRegisteredTwiceAndRunWithoutGradientsInBetween) {
     run_ranks(world, [] {
       for (const bool unit : {true, false}) {
         Shared sharded, plain;
-        seed_floating(*sharded, 4), seed_floating(*plain, 4);
+        seed_parameters(*sharded, 4), seed_parameters(*plain, 4);
         if (unit) fully_shard(sharded->one, on_all(ShardLayout::kPerParameter, false));
         const HSDPModule root = fully_shard(sharded, on_all());
         for (int step = 0; step < 3; ++step) {
@@ -303,7 +301,7 @@ TEST(Trees, WrappingDuringAnAbortedStepChangesNothing) {
 TEST(Trees, TwoRootsInterleavedAndTwoMeshesInOneTree) {
   run_ranks(4, [](int rank) {
     Mlp a(6, 5), b(6, 3), plain_a(6, 5), plain_b(6, 3);
-    seed_floating(*a, 5), seed_floating(*b, 6), seed_floating(*plain_a, 5), seed_floating(*plain_b, 6);
+    seed_parameters(*a, 5), seed_parameters(*b, 6), seed_parameters(*plain_a, 5), seed_parameters(*plain_b, 6);
     const HSDPModule root_a = fully_shard(a, on_all()), root_b = fully_shard(b, on_mesh({2, 2}, ShardLayout::kRagged, true));
     for (int step = 0; step < 3; ++step) {
       const auto run = [&](Mlp& first, Mlp& second, int r) {
@@ -318,7 +316,7 @@ TEST(Trees, TwoRootsInterleavedAndTwoMeshesInOneTree) {
       EXPECT_LT(relative_difference(full_gradients(root_b), plain_gradients(*plain_b)), 1e-5);
     }
     Shared tree, plain;
-    seed_floating(*tree, 7), seed_floating(*plain, 7);
+    seed_parameters(*tree, 7), seed_parameters(*plain, 7);
     fully_shard(tree->one, on_mesh({2, 2}));
     const HSDPModule root = fully_shard(tree, on_all());
     double squares = 0;

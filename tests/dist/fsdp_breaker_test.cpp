@@ -21,11 +21,9 @@ using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-constexpr std::array kLayouts = {ShardLayout::kPerParameter, ShardLayout::kRagged};
-
 Mlp make_mlp(uint64_t seed = 1) {
   Mlp mlp(6, 5);
-  seed_floating(*mlp, seed);
+  seed_parameters(*mlp, seed);
   return mlp;
 }
 
@@ -34,7 +32,7 @@ struct PairImpl : torch::nn::Module {
     left = register_module("left", Mlp(6, 5));
     right = register_module("right", Mlp(6, 4));
     scale = register_parameter("scale", torch::ones({6}));
-    seed_floating(*this, 9);
+    seed_parameters(*this, 9);
   }
   torch::Tensor forward(const torch::Tensor& x, bool left_first = true) {
     return scale * (left_first ? right(left(x)) : left(right(x)));
@@ -150,8 +148,8 @@ TEST(Loops, ZeroedReplacedAndMissingGradients) {
 
 TEST(Loops, SynchronisationInOddOrders) {
   for (const std::vector<int64_t>& mesh : {std::vector<int64_t>{1}, {3}, {2, 2}}) {
-    const auto world = std::accumulate(mesh.begin(), mesh.end(), int64_t{1}, std::multiplies<>());
-    run_ranks(static_cast<int>(world), [&](int rank) {
+    const int world = ranks_of(mesh);
+    run_ranks(world, [&](int rank) {
       Pair pair, plain;
       const HSDPModule root = shard_pair(pair, on_mesh(mesh));
       int i = 0;
@@ -194,8 +192,8 @@ TEST(Loops, ZeroGradBetweenAccumulationAndSynchronisation) {
 
 TEST(Loops, ChangedOrderKeepsWhatWasAccumulated) {
   for (const std::vector<int64_t>& mesh : {std::vector<int64_t>{1}, {2}, {2, 2}}) {
-    const auto world = std::accumulate(mesh.begin(), mesh.end(), int64_t{1}, std::multiplies<>());
-    run_ranks(static_cast<int>(world), [&](int rank) {
+    const int world = ranks_of(mesh);
+    run_ranks(world, [&](int rank) {
       Pair pair, plain;
       const HSDPModule root = shard_pair(pair, on_mesh(mesh));
       for (const bool accumulate : {true, false}) {
@@ -275,7 +273,7 @@ TEST(Loops, AutogradGradInsideTheForward) {
   for (const int world : {1, 2}) {
     run_ranks(world, [] {
       Forces forces, plain;
-      seed_floating(*forces, 3), seed_floating(*plain, 3);
+      seed_parameters(*forces, 3), seed_parameters(*plain, 3);
       fully_shard(forces->energy, on_all());
       const HSDPModule root = fully_shard(forces, on_all());
       for (int i = 0; i < 3; ++i) {

@@ -17,13 +17,6 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-FullyShardOptions on_all(ShardLayout layout = ShardLayout::kPerParameter) {
-  FullyShardOptions options;
-  options.mesh = init_device_mesh("cpu", {get_world_size()}, {"dp"});
-  options.shard_layout = layout;
-  return options;
-}
-
 void step(const Net& net, uint64_t seed = 3) {
   const Batch batch = make_batch(4, seed);
   net_loss(net(batch.tokens), batch.targets).backward();

@@ -68,11 +68,7 @@ Record sharded_run(const Case& c) {
     for (auto& parameter : net->u3->parameters()) parameter.set_requires_grad(false);
     net->u1->a->bias.set_requires_grad(false);
   }
-  FullyShardOptions options;
-  options.mesh = c.mesh.size() == 1 ? init_device_mesh("cpu", c.mesh, {"dp_shard"})
-                                    : init_device_mesh("cpu", c.mesh, {"dp_replicate", "dp_shard"});
-  options.reshard_after_forward = c.reshard;
-  options.shard_layout = c.layout;
+  FullyShardOptions options = on_mesh(c.mesh, c.layout, c.reshard);
   options.comm_fusion = c.fusion;
   if (c.dim != 0)
     options.shard_placement_fn = [dim = c.dim](const std::string&, const at::Tensor& p) {
@@ -103,8 +99,6 @@ Record sharded_run(const Case& c) {
   return run;
 }
 
-int64_t world_of(const Case& c) { return std::accumulate(c.mesh.begin(), c.mesh.end(), int64_t{1}, std::multiplies<>()); }
-
 /// The tied head has two names in the plain model and one owner in the sharded one.
 Tensors without_alias(Tensors tensors) {
   tensors.erase("head.weight");
@@ -116,7 +110,7 @@ class Equivalence : public ::testing::TestWithParam<Case> {};
 TEST_P(Equivalence, EqualsPlainRun) {
   const Case& c = GetParam();
   const Record want = plain_run(c.net, c.micro_batches, c.frozen);
-  run_ranks(static_cast<int>(world_of(c)), [&](int) {
+  run_ranks(ranks_of(c.mesh), [&](int) {
     const Record got = sharded_run(c);
     for (int step = 0; step < kSteps; ++step) {
       const auto s = static_cast<std::size_t>(step);

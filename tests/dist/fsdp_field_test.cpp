@@ -15,18 +15,6 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-FullyShardOptions on_mesh(const std::vector<int64_t>& shape, ShardLayout layout = ShardLayout::kPerParameter) {
-  FullyShardOptions options;
-  options.mesh =
-      shape.size() == 1 ? init_device_mesh("cpu", shape, {"dp"}) : init_device_mesh("cpu", shape, {"dp_replicate", "dp_shard"});
-  options.shard_layout = layout;
-  return options;
-}
-
-FullyShardOptions on_all(ShardLayout layout = ShardLayout::kPerParameter) { return on_mesh({get_world_size()}, layout); }
-
-constexpr std::array kLayouts = {ShardLayout::kPerParameter, ShardLayout::kRagged};
-
 Tensors plain_parameters(torch::nn::Module& module) {
   Tensors result;
   for (auto& entry : module.named_parameters()) result[entry.key()] = entry.value().detach().clone();
@@ -69,9 +57,7 @@ HSDPModule shard_chain(const Chain& chain, const FullyShardOptions& options) {
   return fully_shard(chain, options);
 }
 
-torch::Tensor rows(int64_t count, int64_t width, int step) {
-  return torch::sin(torch::arange(count * width, torch::kFloat) * 0.7 + step).view({count, width});
-}
+torch::Tensor rows(int64_t count, int64_t width, int step) { return wave({count, width}, step); }
 
 /// Trains plain and sharded side by side; `make` builds an optimizer over a module's parameters.
 template <class MakeOptimizer>
@@ -131,8 +117,8 @@ TEST(Field, B04B34UnevenSizesAndNorms) {
   }
   for (const auto layout : kLayouts) {
     for (const std::vector<int64_t>& mesh : {std::vector<int64_t>{2}, {4}, {4, 1}, {2, 2}, {1, 4}}) {
-      const auto world = std::accumulate(mesh.begin(), mesh.end(), int64_t{1}, std::multiplies<>());
-      run_ranks(static_cast<int>(world), [&](int rank) {
+      const int world = ranks_of(mesh);
+      run_ranks(world, [&](int rank) {
         Chain chain = make_chain({7, 5, 3, 1});
         const HSDPModule root = shard_chain(chain, on_mesh(mesh, layout));
         chain(rows(8, 7, 0).narrow(0, rank * 8 / world, 8 / world)).square().mean().backward();

@@ -53,16 +53,13 @@ class Precision : public ::testing::TestWithParam<Case> {};
 
 TEST_P(Precision, BitwiseTheUnshardedGradients) {
   const Case& c = GetParam();
-  const int64_t world = std::accumulate(c.mesh.begin(), c.mesh.end(), int64_t{1}, std::multiplies<>());
+  const int world = ranks_of(c.mesh);
   const Batch batch = make_batch(12, 7);
   const Tensors want = low_precision_gradients(c, batch, world);
-  run_ranks(static_cast<int>(world), [&](int rank) {
+  run_ranks(world, [&](int rank) {
     Net net = make_net();
-    FullyShardOptions options;
-    options.mesh = c.mesh.size() == 1 ? init_device_mesh("cpu", c.mesh, {"dp"})
-                                      : init_device_mesh("cpu", c.mesh, {"dp_replicate", "dp_shard"});
+    FullyShardOptions options = on_mesh(c.mesh, c.layout);
     options.mp_policy = {.param_dtype = c.dtype, .reduce_dtype = torch::kFloat};
-    options.shard_layout = c.layout;
     options.comm_fusion = c.fusion;
     const HSDPModule root = shard_net(net, options);
     for (int step = 0; step < 2; ++step) {
@@ -153,17 +150,16 @@ TEST(Policy, CastsInputsAndOutputsInContainers) {
 /// Master parameters that are themselves low-precision: fp32 sums, rounded once into the gradient of the master's dtype.
 TEST(Policy, LowPrecisionMaster) {
   for (const std::vector<int64_t>& mesh : {std::vector<int64_t>{1}, {2}, {2, 2}}) {
-    const auto world = std::accumulate(mesh.begin(), mesh.end(), int64_t{1}, std::multiplies<>());
+    const int world = ranks_of(mesh);
     const Case c{.name = "", .mesh = mesh, .micro_batches = 2};
     const Batch batch = make_batch(16, 7);
     Tensors want = low_precision_gradients(c, batch, world);
     for (auto& [name, gradient] : want) gradient = gradient.to(torch::kBFloat16);
-    run_ranks(static_cast<int>(world), [&](int rank) {
+    run_ranks(world, [&](int rank) {
       for (const auto param_dtype : {std::optional<at::ScalarType>(), std::optional(at::kFloat)}) {
         Net net = make_net();
         net->to(torch::kBFloat16);
-        FullyShardOptions options;
-        options.mesh = mesh.size() == 1 ? init_device_mesh("cpu", mesh, {"dp"}) : init_device_mesh("cpu", mesh, {"r", "s"});
+        FullyShardOptions options = on_mesh(mesh);
         options.mp_policy = {.param_dtype = param_dtype, .reduce_dtype = torch::kFloat};
         const HSDPModule root = shard_net(net, options);
         for (int micro = 0; micro < 2; ++micro) {
@@ -190,11 +186,10 @@ TEST(Policy, LowPrecisionReduction) {
     net_loss(plain(batch.tokens), batch.targets).backward();
     Tensors want = plain_gradients(*plain);
     want.erase("head.weight");
-    run_ranks(static_cast<int>(world), [&](int rank) {
+    run_ranks(world, [&](int rank) {
       for (const auto dtype : {at::kBFloat16, at::kHalf}) {
         Net net = make_net();
-        FullyShardOptions options;
-        options.mesh = mesh.size() == 1 ? init_device_mesh("cpu", mesh, {"dp"}) : init_device_mesh("cpu", mesh, {"r", "s"});
+        FullyShardOptions options = on_mesh(mesh);
         options.mp_policy.reduce_dtype = dtype;
         const HSDPModule root = shard_net(net, options);
         const Comm axis = options.mesh.get_group(options.mesh.ndim() - 1);

@@ -12,12 +12,8 @@
 namespace hyper_parallel::testing {
 namespace {
 
-FullyShardOptions freed() {
-  FullyShardOptions options;
-  options.mesh = init_device_mesh("cpu", {get_world_size()}, {"dp"});
-  options.reshard_after_forward = true;  // so that a forward behind the hooks trips over the guard
-  return options;
-}
+/// Freed after every forward, so that one behind the hooks trips over the guard.
+FullyShardOptions freed() { return on_all(ShardLayout::kPerParameter, /*reshard=*/true); }
 
 struct DefaultsImpl : torch::nn::Module {
   explicit DefaultsImpl(int64_t dim) { layer = register_module("layer", torch::nn::Linear(dim, dim)); }

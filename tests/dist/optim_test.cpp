@@ -15,15 +15,6 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-constexpr std::array kLayouts = {ShardLayout::kPerParameter, ShardLayout::kRagged};
-
-FullyShardOptions on_all(ShardLayout layout) {
-  FullyShardOptions options;
-  options.mesh = init_device_mesh("cpu", {get_world_size()}, {"dp"});
-  options.shard_layout = layout;
-  return options;
-}
-
 torch::optim::AdamWOptions torch_options() { return torch::optim::AdamWOptions(0.02).betas({0.8, 0.95}).weight_decay(0.1); }
 
 /// Both optimizers see exactly the same gradients: those of the sharded model, put into a torch optimizer over the whole tensors.
@@ -122,13 +113,11 @@ TEST(ClipGradNorm, EqualsTorch) {
       }
       const double want = torch::nn::utils::clip_grad_norm_(parameters, max_norm, p);
       for (const std::vector<int64_t>& mesh : {std::vector<int64_t>{1}, {2}, {3}, {2, 2}}) {
-        const auto world = std::accumulate(mesh.begin(), mesh.end(), int64_t{1}, std::multiplies<>());
-        run_ranks(static_cast<int>(world), [&](int rank) {
+        const int world = ranks_of(mesh);
+        run_ranks(world, [&](int rank) {
           for (const auto layout : kLayouts) {
             Net net = make_net();
-            FullyShardOptions options = on_all(layout);
-            if (mesh.size() == 2) options.mesh = init_device_mesh("cpu", mesh, {"dp_replicate", "dp_shard"});
-            const HSDPModule root = shard_net(net, options);
+            const HSDPModule root = shard_net(net, on_mesh(mesh, layout));
             const Batch mine = batch.part(rank, world);
             net_loss(net(mine.tokens), mine.targets).backward();
             EXPECT_NEAR(clip_grad_norm_(root, max_norm, {.norm_type = p}), want, 1e-5 * want);

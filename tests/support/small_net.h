@@ -1,5 +1,6 @@
 #pragma once
 // A small network with everything that sharding makes difficult, and helpers to compare a sharded run with a plain one.
+#include <array>
 #include <map>
 #include <string>
 #include <vector>
@@ -9,6 +10,32 @@
 #include <hyper_parallel/hyper_parallel.h>
 
 namespace hyper_parallel::testing {
+
+inline constexpr std::array kLayouts = {ShardLayout::kPerParameter, ShardLayout::kRagged};
+
+/// 1-D: shards; 2-D: replicates and shards.
+inline FullyShardOptions on_mesh(const std::vector<int64_t>& shape, ShardLayout layout = ShardLayout::kPerParameter,
+                                 std::optional<bool> reshard = {}) {
+  FullyShardOptions options;
+  options.mesh =
+      shape.size() == 1 ? init_device_mesh("cpu", shape, {"dp"}) : init_device_mesh("cpu", shape, {"dp_replicate", "dp_shard"});
+  options.shard_layout = layout;
+  options.reshard_after_forward = reshard;
+  return options;
+}
+
+inline FullyShardOptions on_all(ShardLayout layout = ShardLayout::kPerParameter, std::optional<bool> reshard = {}) {
+  return on_mesh({get_world_size()}, layout, reshard);
+}
+
+/// Number of ranks of a mesh.
+inline int ranks_of(const std::vector<int64_t>& shape) { return static_cast<int>(c10::multiply_integers(shape)); }
+
+/// Values that differ from element to element and from step to step.
+inline torch::Tensor wave(at::IntArrayRef shape, int step) {
+  const int64_t numel = c10::multiply_integers(shape);
+  return torch::sin(torch::arange(numel, torch::kFloat) * 0.7 + step).view(shape);
+}
 
 /// x + scale * b(silu(a(x))): odd widths, a bias, a scalar parameter.
 struct MlpImpl : torch::nn::Module {
@@ -87,7 +114,9 @@ HP_MODULE(Net);
 inline void seed_parameters(torch::nn::Module& module, uint64_t seed) {
   torch::NoGradGuard no_grad;
   auto generator = at::detail::createCPUGenerator(seed);
-  for (auto& entry : module.named_parameters()) entry.value().normal_(0.0, 0.3, generator);
+  for (auto& entry : module.named_parameters()) {
+    if (entry.value().is_floating_point()) entry.value().normal_(0.0, 0.3, generator);
+  }
 }
 
 inline Net make_net(const NetOptions& options = {}, uint64_t seed = 1) {

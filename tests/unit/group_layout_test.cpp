@@ -10,9 +10,12 @@
 
 #include <hyper_parallel/dtensor/layout.h>
 
+#include "support/message_of.h"
+
 namespace hyper_parallel::fsdp {
 namespace {
 
+using hyper_parallel::testing::value_error;
 using Shape = std::vector<std::int64_t>;
 using Parameters = std::vector<ParameterShape>;
 
@@ -327,16 +330,6 @@ TEST(GroupLayout, RaggedIsDeterministicAndFastForLargeWorlds) {
     RecordProperty(concat("ms_world_", world), std::to_string(milliseconds));
     EXPECT_LT(milliseconds, 10) << "world " << world;
   }
-}
-
-template <class F>
-std::string value_error(F&& call) {
-  try {
-    static_cast<void>(call());
-  } catch (const ValueError& error) {
-    return error.what();
-  }
-  return "no ValueError";
 }
 
 TEST(GroupLayout, RejectsBadArguments) {

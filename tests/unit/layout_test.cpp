@@ -8,9 +8,12 @@
 
 #include <gtest/gtest.h>
 
+#include "support/message_of.h"
+
 namespace hyper_parallel {
 namespace {
 
+using hyper_parallel::testing::value_error;
 using Sizes = std::vector<std::int64_t>;
 
 std::int64_t product(const Sizes& sizes) {
@@ -145,7 +148,7 @@ class Random {
 
 TEST(Layout, BoxesAreTheNestedCeilChunks) {
   Random random(1);
-  for (int round = 0; round < 3000 && !testing::Test::HasFailure(); ++round) {
+  for (int round = 0; round < 3000 && !::testing::Test::HasFailure(); ++round) {
     const Case c = random.shards(1, 4);
     const Layout layout = c.layout();
     SCOPED_TRACE(layout.to_string());
@@ -217,7 +220,7 @@ TEST(Layout, SplitFactorsMeanWhatPyTorchMeans) {
 TEST(Layout, RanksPartitionTheTensor) {
   Random random(4);
   int ragged = 0;
-  for (int round = 0; round < 3000 && !testing::Test::HasFailure(); ++round) {
+  for (int round = 0; round < 3000 && !::testing::Test::HasFailure(); ++round) {
     Case c = random.shards(1, 4);
     ragged += random.add_ragged(c) ? 1 : 0;
     random.reset();
@@ -243,7 +246,7 @@ TEST(Layout, RanksPartitionTheTensor) {
 
 TEST(Layout, RaggedRanksFollowEachOtherInFlattenedOrder) {
   Random random(5);
-  for (int round = 0; round < 1000 && !testing::Test::HasFailure(); ++round) {
+  for (int round = 0; round < 1000 && !::testing::Test::HasFailure(); ++round) {
     Case c = {.mesh = {random.pick(1, 5)}, .shape = {}, .axes_of_dim = {}, .others = {}};
     const std::int64_t ndim = random.pick(1, 4);
     for (std::int64_t d = 0; d < ndim; ++d) c.shape.push_back(random.pick(1, 6));
@@ -345,16 +348,6 @@ TEST(Box, IntersectsAsSetsOfElements) {
     const auto both = intersect(a, b);
     ASSERT_EQ(both ? elements(*both, shape) : Sizes{}, want);
   }
-}
-
-template <class F>
-std::string value_error(F&& call) {
-  try {
-    static_cast<void>(call());
-  } catch (const ValueError& error) {
-    return error.what();
-  }
-  return "no ValueError";
 }
 
 TEST(Layout, RejectsPlacementsThatDoNotFit) {

@@ -8,25 +8,16 @@
 #include <hyper_parallel/comm/world.h>
 #include <hyper_parallel/mesh/device_mesh.h>
 
+#include "support/message_of.h"
+
 namespace hyper_parallel {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::message_of;
 using Names = std::vector<std::string>;
 using Shape = std::vector<std::int64_t>;
-
-template <class Body>
-std::string value_error(Body&& body) {
-  try {
-    body();
-  } catch (const ValueError& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("wrong type: ") + error.what();
-  }
-  return "nothing thrown";
-}
 
 // The calling thread is rank `rank` of `size` while it lives.
 struct AsRank {
@@ -165,7 +156,7 @@ TEST(Mesh, FromGroupWrapsGroups) {
 TEST(MeshErrors, Init) {
   const AsRank as(0, 4);
   const auto message = [](std::string_view type, const Shape& shape, const Names& names) {
-    return value_error([&] { (void)init_device_mesh(type, shape, names); });
+    return message_of<ValueError>([&] { (void)init_device_mesh(type, shape, names); });
   };
   EXPECT_EQ(message("cpu", {3}, {"a"}), "[init_device_mesh] mesh has 3 ranks, want the world size 4 (rank 0/4)");
   EXPECT_THAT(message("cpu", {-4}, {"a"}), HasSubstr("mesh has 0 ranks"));
@@ -179,22 +170,25 @@ TEST(MeshErrors, Init) {
 TEST(MeshErrors, SlicesAndAxes) {
   const AsRank as(0, 8);
   const auto mesh = init_device_mesh("cpu", {2, 2, 2}, {"dp", "cp", "tp"});
-  EXPECT_EQ(value_error([&] { (void)mesh["pp"]; }),
+  EXPECT_EQ(message_of<ValueError>([&] { (void)mesh["pp"]; }),
             "[DeviceMesh::operator[]] axis \"pp\" is unknown, want one of {dp, cp, tp} (DeviceMesh(cpu, dp=2, cp=2, tp=2))");
-  EXPECT_THAT(value_error([&] { (void)mesh[Names{"dp", "dp"}]; }), HasSubstr("axis \"dp\" is named twice"));
-  EXPECT_THAT(value_error([&] { (void)mesh[Names{"tp", "dp"}]; }), HasSubstr("axes {tp, dp} are not in mesh order"));
-  EXPECT_THAT(value_error([&] { (void)mesh[Names{}]; }), HasSubstr("no axis name given"));
-  EXPECT_THAT(value_error([&] { (void)mesh.axis("x"); }), HasSubstr("axis \"x\" is unknown"));
-  EXPECT_THAT(value_error([&] { (void)mesh.size(3); }), HasSubstr("axis 3 is out of range, want -3 to 2"));
-  EXPECT_THAT(value_error([&] { (void)mesh.get_group(-4); }), HasSubstr("axis -4 is out of range"));
-  EXPECT_THAT(value_error([&] { (void)mesh.get_group("x"); }), HasSubstr("axis \"x\" is unknown"));
-  EXPECT_THAT(value_error([&] { (void)mesh[Names{"dp", "cp"}].flatten("tp"); }), HasSubstr("\"tp\" already names an axis"));
-  EXPECT_THAT(value_error([] { (void)DeviceMesh().ranks(); }), HasSubstr("empty mesh handle"));
-  EXPECT_THAT(value_error([] { (void)DeviceMesh().get_group(); }), HasSubstr("empty mesh handle"));
+  EXPECT_THAT(message_of<ValueError>([&] { (void)mesh[Names{"dp", "dp"}]; }), HasSubstr("axis \"dp\" is named twice"));
+  EXPECT_THAT(message_of<ValueError>([&] { (void)mesh[Names{"tp", "dp"}]; }), HasSubstr("axes {tp, dp} are not in mesh order"));
+  EXPECT_THAT(message_of<ValueError>([&] { (void)mesh[Names{}]; }), HasSubstr("no axis name given"));
+  EXPECT_THAT(message_of<ValueError>([&] { (void)mesh.axis("x"); }), HasSubstr("axis \"x\" is unknown"));
+  EXPECT_THAT(message_of<ValueError>([&] { (void)mesh.size(3); }), HasSubstr("axis 3 is out of range, want -3 to 2"));
+  EXPECT_THAT(message_of<ValueError>([&] { (void)mesh.get_group(-4); }), HasSubstr("axis -4 is out of range"));
+  EXPECT_THAT(message_of<ValueError>([&] { (void)mesh.get_group("x"); }), HasSubstr("axis \"x\" is unknown"));
+  EXPECT_THAT(message_of<ValueError>([&] {
+                (void)mesh[Names{"dp", "cp"}].flatten("tp");
+              }),
+              HasSubstr("\"tp\" already names an axis"));
+  EXPECT_THAT(message_of<ValueError>([] { (void)DeviceMesh().ranks(); }), HasSubstr("empty mesh handle"));
+  EXPECT_THAT(message_of<ValueError>([] { (void)DeviceMesh().get_group(); }), HasSubstr("empty mesh handle"));
   const auto cuda = init_device_mesh("cuda", {8});
   EXPECT_FALSE(supports("cuda"));
   EXPECT_TRUE(supports("cpu"));
-  EXPECT_THAT(value_error([&] { (void)cuda.get_group(); }), HasSubstr("no backend for device type \"cuda\""));
+  EXPECT_THAT(message_of<ValueError>([&] { (void)cuda.get_group(); }), HasSubstr("no backend for device type \"cuda\""));
 }
 
 TEST(MeshErrors, Concatenate) {
@@ -202,7 +196,7 @@ TEST(MeshErrors, Concatenate) {
   const auto mesh = init_device_mesh("cpu", {2, 2, 2}, {"dp", "cp", "tp"});
   const auto other = init_device_mesh("cpu", {2, 4}, {"x", "y"});
   const auto message = [](const std::vector<DeviceMesh>& meshes) {
-    return value_error([&] { (void)DeviceMesh::concatenate(meshes); });
+    return message_of<ValueError>([&] { (void)DeviceMesh::concatenate(meshes); });
   };
   EXPECT_THAT(message({}), HasSubstr("no mesh given"));
   EXPECT_THAT(message({mesh["dp"], other["y"]}), HasSubstr("come from different root meshes"));
@@ -216,7 +210,7 @@ TEST(MeshErrors, Concatenate) {
 
 TEST(MeshErrors, FromGroup) {
   const auto make = [](const std::vector<Comm>& groups, const Shape& shape, const std::vector<int>& ranks, const Names& names) {
-    return value_error([&] { (void)DeviceMesh::from_group(groups, "cpu", shape, ranks, names); });
+    return message_of<ValueError>([&] { (void)DeviceMesh::from_group(groups, "cpu", shape, ranks, names); });
   };
   EXPECT_THAT(make({Comm::fake(0, 2)}, {2, 1}, {0, 1}, {"a", "b"}), HasSubstr("1 groups for 2 dims"));
   EXPECT_THAT(make({Comm::fake(0, 2)}, {2}, {}, {"a"}), HasSubstr("no ranks given"));
@@ -228,7 +222,9 @@ TEST(MeshErrors, FromGroup) {
 }
 
 TEST(WorldErrors, Options) {
-  const auto message = [](const InitOptions& options) { return value_error([&] { (void)init_process_group(options); }); };
+  const auto message = [](const InitOptions& options) {
+    return message_of<ValueError>([&] { (void)init_process_group(options); });
+  };
   EXPECT_THAT(message({.backend = "mpi"}), HasSubstr("backend \"mpi\" is not in this build"));
   EXPECT_THAT(message({.timeout = std::chrono::milliseconds(0)}), HasSubstr("timeout 0 ms, want more than 0"));
   EXPECT_THAT(message({.rank = 1}), HasSubstr("rank 1 and world_size -1, want both or none"));
@@ -236,7 +232,7 @@ TEST(WorldErrors, Options) {
   EXPECT_FALSE(is_initialized());
   const AsRank as(0, 2);
   EXPECT_THAT(message({}), HasSubstr("already has a world"));
-  EXPECT_THAT(value_error([] { (void)Comm::fake(2, 2); }), HasSubstr("[Comm::fake] rank 2 of 2"));
+  EXPECT_THAT(message_of<ValueError>([] { (void)Comm::fake(2, 2); }), HasSubstr("[Comm::fake] rank 2 of 2"));
 }
 
 }  // namespace

@@ -5,18 +5,12 @@
 
 #include <gtest/gtest.h>
 
+#include "support/message_of.h"
+
 namespace hyper_parallel {
 namespace {
 
-template <class F>
-std::string value_error(F&& call) {
-  try {
-    static_cast<void>(call());
-  } catch (const ValueError& error) {
-    return error.what();
-  }
-  return "no ValueError";
-}
+using hyper_parallel::testing::value_error;
 
 TEST(Placement, ComparesByValue) {
   EXPECT_EQ(Placement(), Replicate());

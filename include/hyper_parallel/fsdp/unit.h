@@ -41,7 +41,8 @@ struct ShardedParameter {
   std::int64_t numel = 0;                ///< elements of this rank's part
 };
 
-/// The flat shard of the parameters of one unit that share a master dtype and trainability.
+/// The flat shard of the parameters of one unit that share a master dtype and trainability. A snapshot: ask for it again in each
+/// step, since a backward may give the gradients new memory.
 struct ShardedGroup {
   at::Tensor shard;  ///< 1-D, master dtype, padding included (padding is always zero in `grad`)
   at::Tensor grad;   ///< 1-D, same shape; the .grad of every parameter is a view of it. Undefined for frozen groups
@@ -143,9 +144,6 @@ struct ChildUnit {
 [[nodiscard]] HP_API std::shared_ptr<Unit> make_unit(const std::string& name, std::vector<ParameterSlot> slots,
                                                      const FullyShardOptions& options, const std::vector<ChildUnit>& children,
                                                      int members = 1);
-
-/// Name of the unit that manages `tensor` (a model's handle or a sharded leaf), nullopt when none does.
-[[nodiscard]] HP_API std::optional<std::string> managing_unit(const at::Tensor& tensor);
 
 /// One forward of a unit. Construction is the pre-forward phase; `finish` the post-forward phase; destruction without `finish`
 /// (an exception) brings the unit back to its sharded state.
