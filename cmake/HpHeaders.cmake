@@ -10,6 +10,7 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/dtensor/dtensor.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/dtensor/layout.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/dtensor/placement.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/comm_hooks.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/group_layout.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/policy.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/unit.h

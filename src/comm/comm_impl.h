@@ -91,6 +91,7 @@ struct Comm::Impl {
   int size = 1;
   bool fake = false;
   std::string name;
+  std::string device_type = "cpu";
   std::vector<int> ranks;
   std::chrono::milliseconds timeout{};
   c10::Allocator* allocator = nullptr;

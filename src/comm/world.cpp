@@ -224,6 +224,7 @@ std::shared_ptr<Comm::Impl> find_or_make_group(const std::shared_ptr<World::Impl
   group->rank = static_cast<int>(mine - ranks.begin());
   group->size = static_cast<int>(ranks.size());
   group->name = name;
+  group->device_type = device_type;
   group->ranks = ranks;
   group->timeout = world->timeout;
   group->allocator = world->allocator;

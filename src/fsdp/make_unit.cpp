@@ -1,9 +1,12 @@
 // Validation first, then the change: a call that throws leaves the model as it was.
 #include <algorithm>
+#include <numeric>
 #include <utility>
+#include <variant>
 
 #include <hyper_parallel/comm/world.h>
 
+#include "fsdp/make_groups.h"
 #include "fsdp/managed_registry.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit_impl.h"
@@ -61,6 +64,43 @@ void check_policy(const MixedPrecisionPolicy& policy, const std::string& unit) {
   check(policy.output_dtype, "output_dtype");
 }
 
+void check_fusion(const FullyShardOptions& options, const std::string& unit) {
+  const bool fused = options.comm_fusion || options.shard_layout == ShardLayout::kRagged;
+  check_value(fused || !options.comm_fusion_zero_copy.value_or(false), kOp,
+              "comm_fusion_zero_copy is true without comm_fusion, want comm_fusion too (unit ", unit, ')');
+  check_value(options.bucket_size != 0, kOp, "bucket_size is 0, want a number of bytes, or -1 for one bucket (unit ", unit, ')');
+  check_value(fused || options.bucket_size < 0, kOp, "bucket_size is ", options.bucket_size,
+              " without comm_fusion, which makes the buckets (unit ", unit, ')');
+  check_value(options.threshold >= 0, kOp, "threshold is ", options.threshold, ", want a number of bytes (unit ", unit, ')');
+}
+
+/// The unit's ways after forward: false for 1, true for all ranks, like PyTorch.
+void normalize_reshard(FullyShardOptions& options, int shards, const std::string& unit) {
+  if (!options.reshard_after_forward) return;
+  if (const int* cuts = std::get_if<int>(&*options.reshard_after_forward)) {
+    check_value(*cuts >= 1 && *cuts <= shards && shards % *cuts == 0, kOp, "reshard_after_forward is ", *cuts,
+                ", want a factor of the ", shards, " ranks of the shard axis (unit ", unit, ')');
+    if (*cuts == 1 || *cuts == shards) options.reshard_after_forward = *cuts == shards;
+  } else if (const auto* budget = std::get_if<MemoryBudget>(&*options.reshard_after_forward)) {
+    check_value(budget->bytes > 0, kOp, "memory budget is ", budget->bytes, " bytes, want more than 0 (unit ", unit, ')');
+  }
+}
+
+/// The k consecutive ranks of the shard group among which this rank cuts and gathers after forward.
+Comm post_forward_comm(const FullyShardOptions& options, const Comm& shard) {
+  const int* cuts = options.reshard_after_forward ? std::get_if<int>(&*options.reshard_after_forward) : nullptr;
+  if (cuts == nullptr) return {};
+  std::vector<int> members(static_cast<std::size_t>(*cuts));
+  std::iota(members.begin(), members.end(), shard.rank() / *cuts * *cuts);
+  return shard.subgroup(members);
+}
+
+bool stays_whole(const ParameterSlot& slot, const FullyShardOptions& options) {
+  const auto listed = [&](const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl() == slot.parameter.unsafeGetTensorImpl(); };
+  return static_cast<std::int64_t>(slot.parameter.nbytes()) < options.threshold ||
+         std::any_of(options.replicate_params.begin(), options.replicate_params.end(), listed);
+}
+
 DeviceMesh default_mesh(const std::vector<ParameterSlot>& slots) {
   const World world = current_world();
   const std::string device =
@@ -76,23 +116,31 @@ std::shared_ptr<Unit> make_unit(const std::string& name, std::vector<ParameterSl
   if (!options.mesh.defined()) options.mesh = default_mesh(slots);
   check_mesh(options.mesh, name);
   check_policy(options.mp_policy, name);
-  std::vector<std::int64_t> dims;
+  check_fusion(options, name);
+  for (const at::Tensor& parameter : options.replicate_params) {
+    check_value(parameter.defined(), kOp, "replicate_params has an undefined tensor, want parameters (unit ", name, ')');
+  }
+  std::vector<SlotPlan> plans;
   for (const ParameterSlot& slot : slots) {
     check_parameter(slot, options.mesh, name);
-    dims.push_back(choose_dim(slot, options, name));
+    const bool whole = stays_whole(slot, options);
+    plans.push_back({.shard_dim = whole ? 0 : choose_dim(slot, options, name), .replicated = whole});
   }
   for (const ChildUnit& child : children) {
     check_value(child.unit->runtime().idle(), kOp, "inner unit ", child.unit->name(),
                 " is in the middle of a step, want it idle: call reset_iter_state() after an exception (unit ", name, ')');
   }
   const bool hybrid = options.mesh.ndim() == 2;
-  const Comm shard = options.mesh.get_group(hybrid ? 1 : 0);
-  const Comm replicate = hybrid ? options.mesh.get_group(std::int64_t{0}) : Comm();
-  const Comm all = hybrid ? options.mesh.flatten().get_group(std::int64_t{0}) : shard;
+  normalize_reshard(options, static_cast<int>(options.mesh.size(hybrid ? 1 : 0)), name);
+  UnitComms comms;
+  comms.shard = options.mesh.get_group(hybrid ? 1 : 0);
+  if (hybrid) comms.replicate = options.mesh.get_group(std::int64_t{0});
+  comms.data_parallel = hybrid ? options.mesh.flatten().get_group(std::int64_t{0}) : comms.shard;
+  comms.post_forward = post_forward_comm(options, comms.shard);
 
-  auto unit = std::make_shared<Unit>(name, options, shard, replicate, all);
+  auto unit = std::make_shared<Unit>(name, options, comms.shard, comms.data_parallel);
   unit->members = members;
-  unit->add_groups(std::move(slots), dims);
+  unit->add_groups(make_groups(name, std::move(slots), plans, options, comms, unit->settings));
   unit->adopt(children);
   return unit;
 }

@@ -1,9 +1,12 @@
 // Predicts the pool: replays the schedule of a step on a pool whose allocator gives nothing.
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include <hyper_parallel/fsdp/unit.h>
 
 #include "fsdp/buffer.h"
+#include "fsdp/runtime.h"
 #include "fsdp/unit_impl.h"
 
 namespace hyper_parallel {
@@ -34,13 +37,15 @@ struct Lease {
 
 struct GroupReplay {
   GroupFootprint size;
-  Lease full, gathered, pack, receive, sum, sum_receive, partial, exchange;
+  Lease full, gathered, part, pack, receive, sum, sum_receive, partial, exchange;
   enum class Stage { kIdle, kReduceScatter, kAllReduce } stage = Stage::kIdle;
   bool accumulated = false;
+  bool park = false;  ///< the reduction in flight ends parked
 
   explicit GroupReplay(const GroupFootprint& footprint) : size(footprint) {
     full.bytes = size.full;
     gathered.bytes = size.gathered;
+    part.bytes = size.part;
     pack.bytes = size.wire;
     receive.bytes = size.wire_receive;
     sum.bytes = size.accumulation;
@@ -62,10 +67,12 @@ class Replay {
     backward_order(root);
   }
 
-  void step(bool learned, bool sync) {
+  enum class Gradients { kReduce, kPark, kAccumulate };
+
+  void step(bool learned, Gradients gradients) {
     learned_ = learned;
     forward(root_);
-    backward(root_, sync);
+    backward(root_, gradients);
     while (!in_flight_.empty()) advance();
     for (Unit* unit : order_) reshard(*unit);
   }
@@ -100,7 +107,10 @@ class Replay {
 
   void start(Unit& unit) {
     if (at(unit).state != State::kSharded) return;
-    for (auto& group : at(unit).groups) (group.size.gathered > 0 ? group.gathered : group.full).take(pool_);
+    for (auto& group : at(unit).groups) {
+      (group.size.gathered > 0 && !group.part.held ? group.gathered : group.full).take(pool_);
+      group.part.give(pool_);
+    }
     at(unit).state = State::kUnsharding;
   }
   void finish(Unit& unit) {
@@ -116,6 +126,14 @@ class Replay {
     for (auto& group : at(unit).groups) {
       group.gathered.give(pool_);
       group.full.give(pool_);
+      group.part.give(pool_);
+    }
+    at(unit).state = State::kSharded;
+  }
+  void cut(Unit& unit) {
+    for (auto& group : at(unit).groups) {
+      group.part.take(pool_);
+      group.full.give(pool_);
     }
     at(unit).state = State::kSharded;
   }
@@ -124,15 +142,16 @@ class Replay {
     finish(unit);
     prefetch_after(forward_, unit, false);
     for (Unit* child : unit.children()) forward(*child);
-    if (unit.reshard_after_forward()) reshard(unit);
+    if (unit.after_forward() == Unit::AfterForward::kFree) reshard(unit);
+    if (unit.after_forward() == Unit::AfterForward::kCut) cut(unit);
   }
 
-  void backward(Unit& unit, bool sync) {
+  void backward(Unit& unit, Gradients gradients) {
     if (unit.unshard_in_backward) finish(unit);
     prefetch_after(backward_, unit, true);
     const std::vector<Unit*> children = unit.children();
-    for (auto child = children.rbegin(); child != children.rend(); ++child) backward(**child, sync);
-    if (unit.trainable()) sync ? reduce(unit) : accumulate(unit);
+    for (auto child = children.rbegin(); child != children.rend(); ++child) backward(**child, gradients);
+    if (unit.trainable()) gradients == Gradients::kAccumulate ? accumulate(unit) : reduce(unit, gradients == Gradients::kPark);
   }
 
   void accumulate(Unit& unit) {
@@ -144,7 +163,7 @@ class Replay {
     reshard(unit);
   }
 
-  void reduce(Unit& unit) {
+  void reduce(Unit& unit, bool park) {
     advance();
     for (auto& group : at(unit).groups) {
       if (group.size.trainable && !group.accumulated) group.pack.take(pool_);
@@ -152,7 +171,8 @@ class Replay {
     reshard(unit);
     for (auto& group : at(unit).groups) {
       if (!group.size.trainable) continue;
-      group.partial.take(pool_);
+      group.park = park;
+      if (group.size.staged || park || group.partial.held) group.partial.take(pool_);
       (group.accumulated && group.sum.bytes > 0 ? group.sum_receive : group.receive).take(pool_);
       group.accumulated = false;
       group.stage = GroupReplay::Stage::kReduceScatter;
@@ -169,7 +189,11 @@ class Replay {
         for (Lease* lease : {&group.pack, &group.receive, &group.sum, &group.sum_receive}) {
           if (scattered) lease->give(pool_);
         }
-        if (scattered && group.partial.bytes > 0) {
+        if (group.park) {
+          group.stage = GroupReplay::Stage::kIdle;
+          continue;
+        }
+        if (scattered && group.size.replicated) {
           group.exchange.take(pool_);
           group.stage = GroupReplay::Stage::kAllReduce;
           more = true;
@@ -194,23 +218,31 @@ class Replay {
 
 }  // namespace
 
-MemoryUse UnitHandle::plan_memory(bool local_accumulation) const {
+MemoryUse plan_memory(Unit& root, const Accumulation& accumulation) {
   MemoryUse plan;
-  std::vector<Unit*> units;
-  unit_->subtree(units);
-  for (Unit* unit : units) {
+  for (Unit* unit : root.reached(true)) {
     for (const auto& group : unit->groups()) {
       plan.shards += group->shard_bytes();
-      if (group->trainable()) plan.gradients += group->shard_bytes();
+      plan.gradients += group->planned_grad_bytes();
     }
   }
-  Replay replay(*unit_);
-  for (const bool learned : {false, true, true}) {
-    if (local_accumulation) replay.step(learned, false);
-    replay.step(learned || local_accumulation, true);
+  using Gradients = Replay::Gradients;
+  Replay replay(root);
+  bool learned = false;
+  for (int step = 0; step < 3; ++step) {
+    for (const auto& [wanted, gradients] : {std::pair{accumulation.local, Gradients::kAccumulate},
+                                            std::pair{accumulation.partial, Gradients::kPark},
+                                            std::pair{true, Gradients::kReduce}}) {
+      if (wanted) replay.step(std::exchange(learned, true), gradients);
+    }
   }
   plan.pool = static_cast<std::int64_t>(replay.capacity());
   return plan;
+}
+
+MemoryUse UnitHandle::plan_memory(const Accumulation& accumulation) const {
+  unit_->runtime().decide_budgets();
+  return fsdp::plan_memory(*unit_, accumulation);
 }
 
 }  // namespace fsdp

@@ -42,12 +42,10 @@ ParamGroup::ParamGroup(GroupLayout layout, std::vector<ParameterSlot> slots, Gro
   replicas_ = options_.replicate_comm.defined() ? options_.replicate_comm.size() : 1;
   master_ = options_of(slots.front());
   compute_ = master_.dtype(options_.compute_dtype);
-  aliased_ = layout_.world() == 1 && options_.compute_dtype == master_.dtype() && !strict_guard();
-
-  // A wider dtype holds every gradient exactly, so that they can travel as they are.
-  const bool wider = c10::elementSize(options_.reduce_dtype) > c10::elementSize(options_.compute_dtype);
-  wire_dtype_ = wider ? options_.compute_dtype : options_.reduce_dtype;
-  accum_dtype_differs_ = wire_dtype_ != options_.reduce_dtype;
+  if (options_.offload) master_ = master_.device(at::kCPU);
+  const bool alone_here = layout_.world() == 1 && (options_.replicated || !strict_guard());
+  aliased_ = alone_here && options_.compute_dtype == master_.dtype() && master_.device() == compute_.device();
+  choose_wire_dtype();
 
   fill_shard(slots);
   build_full_views(slots);
@@ -55,8 +53,15 @@ ParamGroup::ParamGroup(GroupLayout layout, std::vector<ParameterSlot> slots, Gro
   make_leaves(slots);
 }
 
+/// Memory of shards and gradients.
+c10::Allocator* ParamGroup::host_allocator() const {
+  if (options_.offload && options_.pin_memory && !compute_.device().is_cpu())
+    return at::globalContext().getAcceleratorHooksInterface(compute_.device().type()).getPinnedMemoryAllocator();
+  return options_.shard_comm.allocator();
+}
+
 void ParamGroup::fill_shard(const std::vector<ParameterSlot>& slots) {
-  shard_ = allocate_flat(layout_.shard_numel(), master_, options_.shard_comm.allocator());
+  shard_ = allocate_flat(layout_.shard_numel(), master_, host_allocator());
   shard_.zero_();
   for (std::size_t i = 0; i < slots.size(); ++i) {
     const auto& slice = layout_.slice(i, rank_);
@@ -82,7 +87,12 @@ at::Tensor ParamGroup::own_part(const at::Tensor& whole, std::size_t i) const {
 }
 
 void ParamGroup::build_full_views(const std::vector<ParameterSlot>& slots) {
-  if (!aliased_) full_ = SwappedBuffer(layout_.full_numel(), compute_, guard_message(options_.unit));
+  if (!aliased_) {
+    const std::int64_t cuts = options_.post_forward_comm.defined() ? options_.post_forward_comm.size() : 1;
+    const std::int64_t part = (layout_.full_numel() + cuts - 1) / cuts;
+    full_ = SwappedBuffer(part * cuts, compute_, guard_message(options_.unit));
+    if (cuts > 1) part_ = SwappedBuffer(part, compute_, "[fully_shard] internal: part of the parameters used after it was freed");
+  }
   const at::Tensor& flat = aliased_ ? shard_ : full_.flat();
   for (std::size_t i = 0; i < slots.size(); ++i) {
     at::Tensor& full = parameters_[i].full;
@@ -118,7 +128,8 @@ std::string ParamGroup::describe(std::size_t i) const {
   return concat("parameter ", parameters_[i].name, " of unit ", options_.unit);
 }
 
-void ParamGroup::readopt() {
+bool ParamGroup::readopt() {
+  bool any = false;
   const auto* storage = shard_.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     auto& parameter = parameters_[i];
@@ -137,7 +148,15 @@ void ParamGroup::readopt() {
     const at::Tensor values = moved.detach();
     if (parameter.home.numel() > 0) parameter.home.copy_(local ? values : own_part(values, i));
     parameter.sharded.set_data(parameter.home);
+    any = true;
   }
+  return any;
+}
+
+std::uint64_t ParamGroup::version() const {
+  std::uint64_t sum = 0;
+  for (const auto& parameter : parameters_) sum += parameter.sharded.unsafeGetTensorImpl()->version_counter().current_version();
+  return sum;
 }
 
 void ParamGroup::build_gather_copies() {
@@ -166,27 +185,43 @@ void ParamGroup::build_gather_copies() {
   }
 }
 
+PendingComm ParamGroup::all_gather(const Comm& comm, const at::Tensor& output, const at::Tensor& input) const {
+  if (options_.settings->all_gather) return PendingComm(options_.settings->all_gather(comm, output, input));
+  return comm.all_gather_single(output, input, {.label = options_.unit});
+}
+
 void ParamGroup::start_gather(MemoryPool& pool) {
   if (aliased_) return;
   at::NoGradGuard no_grad;
   const std::int64_t n = layout_.shard_numel();
+  regathering_ = has_part_;
+  if (has_part_) {
+    full_.acquire(pool);
+    const Comm& comm = options_.post_forward_comm;
+    const at::Tensor own = full_.flat().narrow(0, comm.rank() * part_.flat().numel(), part_.flat().numel());
+    own.copy_(part_.flat());
+    part_.release(pool);
+    has_part_ = false;
+    gather_ = all_gather(comm, full_.flat(), own);
+    return;
+  }
   if (layout_.world() == 1) {
     full_.acquire(pool);
-    full_.flat().copy_(shard_);
+    full_.flat().copy_(shard_, /*non_blocking=*/options_.pin_memory);
     return;
   }
   SwappedBuffer& buffer = layout_.in_place() ? full_ : gathered_;
   buffer.acquire(pool);
   // The cast to the compute dtype goes straight into this rank's slice, which is then sent from there.
   const at::Tensor own = buffer.flat().narrow(0, rank_ * n, n);
-  own.copy_(shard_);
-  gather_ = options_.shard_comm.all_gather_single(buffer.flat(), own, {.label = options_.unit});
+  own.copy_(shard_, /*non_blocking=*/options_.pin_memory);
+  gather_ = all_gather(options_.shard_comm, buffer.flat(), own);
 }
 
 void ParamGroup::finish_gather(MemoryPool& pool) {
   if (aliased_ || layout_.world() == 1) return;
   gather_.wait();
-  if (layout_.in_place()) return;
+  if (layout_.in_place() || regathering_) return;
   at::NoGradGuard no_grad;
   full_.acquire(pool);
   if (!gather_places_.empty()) at::_foreach_copy_(gather_places_, gather_sources_);
@@ -199,6 +234,22 @@ void ParamGroup::drop_gather(MemoryPool& pool) {
   full_.release(pool);
 }
 
-void ParamGroup::free_full(MemoryPool& pool) { full_.release(pool); }
+void ParamGroup::free_full(MemoryPool& pool) {
+  full_.release(pool);
+  part_.release(pool);
+  has_part_ = false;
+}
+
+void ParamGroup::cut(MemoryPool& pool) {
+  if (!part_.defined()) {
+    free_full(pool);
+    return;
+  }
+  at::NoGradGuard no_grad;
+  part_.acquire(pool);
+  part_.flat().copy_(full_.flat().narrow(0, options_.post_forward_comm.rank() * part_.flat().numel(), part_.flat().numel()));
+  full_.release(pool);
+  has_part_ = true;
+}
 
 }  // namespace hyper_parallel::fsdp

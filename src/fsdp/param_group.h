@@ -1,11 +1,13 @@
 #pragma once
-// The parameters of a unit that share dtype and trainability: their flat shard, their gathered storage, their gradients.
+// The parameters of a unit that share dtype, trainability and place: their flat shard, their gathered storage, their gradients.
 //
 //   shard  [S]     flat, master dtype, lives for ever          S_i = views, the registered leaves
 //   full   [F]     compute dtype, memory from the pool         P_i = views, what the model computes with
-//   grad   [S]     flat, master dtype, from the first backward S_i.grad = views
+//   part   [F/k]   compute dtype, memory from the pool         what is left after forward when it is cut over k ranks
+//   grad   [S]     flat, from the first backward               S_i.grad (or the main gradients) = views
 //   pack   [W, S]  one row per receiving rank, memory from the pool
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +15,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <hyper_parallel/comm/comm.h>
+#include <hyper_parallel/fsdp/comm_hooks.h>
 #include <hyper_parallel/fsdp/group_layout.h>
 #include <hyper_parallel/fsdp/unit.h>
 
@@ -20,20 +23,37 @@
 
 namespace hyper_parallel::fsdp {
 
+/// How a unit gathers and reduces; shared by its groups, may change between steps.
+struct CommSettings {
+  ReduceOp reduce_op = ReduceOp::kAvg;
+  std::optional<double> divide_factor = {};   ///< instead of the number of ranks
+  std::optional<double> scaling_factor = {};  ///< of every reduction
+  CustomAllGather all_gather = {};
+  CustomReduceScatter reduce_scatter = {};
+  AllReduceHook all_reduce_hook = {};
+};
+
 struct GroupOptions {
   std::string unit;  ///< name of the owning unit: label of every collective
   Comm shard_comm;
-  Comm replicate_comm;  ///< undefined without replicas
+  Comm replicate_comm;     ///< undefined without replicas
+  Comm post_forward_comm;  ///< among which ranks the gathered parameters are cut after forward; undefined otherwise
   at::ScalarType compute_dtype = at::kFloat;
   at::ScalarType reduce_dtype = at::kFloat;
+  bool replicated = false;  ///< whole on every rank, though the unit is sharded
+  bool main_grad = false;   ///< gradients are fp32 and not in `.grad`
+  bool offload = false, pin_memory = false;
+  const CommSettings* settings = nullptr;
 };
 
 /// Bytes that a group takes from the pool, by buffer; zero for a buffer that it does not need.
 struct GroupFootprint {
-  std::size_t full = 0, gathered = 0;
+  std::size_t full = 0, gathered = 0, part = 0;
   std::size_t wire = 0, wire_receive = 0;
   std::size_t accumulation = 0, accumulation_receive = 0;  ///< only when they differ from the wire's
   std::size_t partial = 0, exchange = 0;
+  bool staged = false;      ///< every reduction goes through `partial`
+  bool replicated = false;  ///< has replicas: `exchange` is needed
   bool trainable = false;
 };
 
@@ -44,9 +64,27 @@ struct ManagedParameter {
   at::Tensor full;       ///< P, the handle in the model's code
   at::Tensor sharded;    ///< S, the registered leaf
   at::Tensor home;       ///< where S must live: a view of the flat shard
-  at::Tensor grad_home;  ///< where S.grad must live: a view of the flat gradient
+  at::Tensor grad_home;  ///< where the gradient must live: a view of the flat gradient
+  at::Tensor main_grad;  ///< the gradient, when it is not S.grad
   bool trainable = true;
   bool present = false;  ///< some backward since the last reduction produced a gradient here, on this rank
+};
+
+/// A communication under way: ours or the user's.
+class PendingComm {
+ public:
+  PendingComm() = default;
+  PendingComm(Work work) : work_(std::move(work)) {}  // NOLINT(google-explicit-constructor)
+  explicit PendingComm(CommWait custom) : custom_(std::move(custom)) {}
+  [[nodiscard]] bool pending() const { return work_.pending() || custom_; }
+  void wait() {
+    work_.wait();
+    if (const CommWait custom = std::exchange(custom_, {})) custom();
+  }
+
+ private:
+  Work work_;
+  CommWait custom_;
 };
 
 /// Gathers, frees, and reduces one group. Knows no schedule: the unit says when.
@@ -60,20 +98,29 @@ class ParamGroup {
   [[nodiscard]] const GroupOptions& options() const { return options_; }
   [[nodiscard]] const at::Tensor& shard() const { return shard_; }
   [[nodiscard]] const at::Tensor& grad() const { return grad_; }
+  /// The gradient of parameter i: `.grad` of its leaf or its main gradient.
+  [[nodiscard]] at::Tensor& gradient(ManagedParameter& parameter) const {
+    return options_.main_grad ? parameter.main_grad : parameter.sharded.mutable_grad();
+  }
   [[nodiscard]] bool trainable() const;
   /// True when the gathered storage is the shard itself (world of one, same dtype): nothing ever comes or goes.
   [[nodiscard]] bool aliased() const { return aliased_; }
   void rename_unit(const std::string& unit);
 
   /// Makes every leaf a view of the flat shard again (torch::load and Module::to replace its storage), taking over the new
-  /// values.
-  void readopt();
+  /// values. True if anything had moved.
+  bool readopt();
+  /// Changes with every write to a shard that torch counts (not those of its C++ optimizers).
+  [[nodiscard]] std::uint64_t version() const;
 
+  /// From the shards, or, after cut(), from the parts that are left.
   void start_gather(MemoryPool& pool);
   void finish_gather(MemoryPool& pool);
   /// Waits for a gather in flight and throws its result away.
   void drop_gather(MemoryPool& pool);
   void free_full(MemoryPool& pool);
+  /// Keeps this rank's part of the gathered parameters and frees the rest. Without post_forward_comm: free_full.
+  void cut(MemoryPool& pool);
 
   /// Adds this rank's gradients (by parameter, undefined where there is none) to the local accumulation.
   void accumulate(std::vector<at::Tensor>& gradients, MemoryPool& pool);
@@ -81,18 +128,27 @@ class ParamGroup {
   /// parameters can be freed before launch_reduce takes receive space.
   /// \param again the flat gradient holds an earlier reduction of the same backward, to which this one is added
   void start_reduce(std::vector<at::Tensor>& gradients, bool again, MemoryPool& pool);
-  void launch_reduce(MemoryPool& pool);
+  /// \param park keep the result, reduced over the shard group only, and add it to the next reduction
+  void launch_reduce(bool park, MemoryPool& pool);
   /// Waits for the stage in flight and starts the next one; false once the flat gradient is complete.
   [[nodiscard]] bool advance_reduce(MemoryPool& pool);
-  /// Drops local accumulation and reductions in flight.
+  /// Drops local accumulation, parked results and reductions in flight.
   void reset(MemoryPool& pool);
+  /// Holds gradients that have not reached the flat gradient: accumulated, parked or in flight.
+  [[nodiscard]] bool holds_gradients() const { return accumulated_ || parked_ || stage_ != Stage::kIdle; }
+  /// The unit's settings have changed what is sent: buffers are made anew. Only while holds_gradients() is false.
+  void settings_changed();
 
-  /// Gives .grad to parameter i after a reduction in which some rank had a gradient for it.
+  /// Gives its gradient to parameter i after a reduction in which some rank had one for it.
   void install_grad(std::size_t i);
   [[nodiscard]] GroupFootprint footprint() const;
+  /// Nobody to reduce with: gradients go straight into the flat gradient.
+  [[nodiscard]] bool alone() const;
   /// Bytes that this group holds outside the pool.
   [[nodiscard]] std::int64_t shard_bytes() const { return static_cast<std::int64_t>(shard_.nbytes()); }
   [[nodiscard]] std::int64_t grad_bytes() const { return grad_.defined() ? static_cast<std::int64_t>(grad_.nbytes()) : 0; }
+  /// What grad_bytes is once there is a gradient.
+  [[nodiscard]] std::int64_t planned_grad_bytes() const;
 
  private:
   /// One copy of a gradient, or of a piece of it, into a pack buffer.
@@ -116,19 +172,26 @@ class ParamGroup {
   void build_gather_copies();
   void make_leaves(const std::vector<ParameterSlot>& slots);
   [[nodiscard]] at::Tensor own_part(const at::Tensor& whole, std::size_t i) const;
+  [[nodiscard]] c10::Allocator* host_allocator() const;
+  [[nodiscard]] PendingComm all_gather(const Comm& comm, const at::Tensor& output, const at::Tensor& input) const;
+  void choose_wire_dtype();
   [[nodiscard]] Pack make_pack(at::ScalarType dtype) const;
   [[nodiscard]] std::vector<Piece> pack_pieces(const at::Tensor& flat) const;
   [[nodiscard]] std::int64_t exchange_numel() const;
   void ensure_grad();
+  void ensure_packs();
   void release_grad();
-  [[nodiscard]] bool any_grad() const;
+  [[nodiscard]] bool any_grad();
   [[nodiscard]] bool prepare_grad(bool keep);
   void pack(Pack& pack, std::vector<at::Tensor>& gradients, bool add);
   void reduce_alone(std::vector<at::Tensor>& gradients, bool add);
   void check_gradients(const std::vector<at::Tensor>& gradients) const;
   [[nodiscard]] std::pair<double, double> scales() const;
-  [[nodiscard]] bool alone() const { return layout_.world() == 1 && replicas_ == 1; }
+  [[nodiscard]] bool staged() const;
   [[nodiscard]] Pack& accumulation() { return accum_dtype_differs_ ? accumulation_ : wire_; }
+  void launch_scatter(MemoryPool& pool);
+  void finish_scatter(MemoryPool& pool);
+  void finish_reduce(MemoryPool& pool);
   [[nodiscard]] std::string describe(std::size_t i) const;
 
   GroupLayout layout_;
@@ -142,19 +205,26 @@ class ParamGroup {
   bool aliased_ = false;  ///< world 1, same dtype: the gathered storage is the shard itself
   SwappedBuffer full_;
   SwappedBuffer gathered_;  ///< rank-major gather output when it is not the full buffer
+  SwappedBuffer part_;      ///< this rank's part of full_ between forward and backward
   std::vector<at::Tensor> gather_sources_, gather_places_;
-  Work gather_;
+  PendingComm gather_;
+  bool has_part_ = false;
+  bool regathering_ = false;  ///< the gather in flight joins parts
 
   at::ScalarType wire_dtype_ = at::kFloat;
   bool accum_dtype_differs_ = false;
   Pack wire_;
   Pack accumulation_;       ///< only when it has another dtype than the wire
   SwappedBuffer partial_;   ///< reduced over the shard group, not yet over the replicas
-  SwappedBuffer exchange_;  ///< workspace of the all-reduce over the replicas
+  SwappedBuffer exchange_;  ///< workspace of the all-reduce over the replicas, and of custom reduce-scatters onto a parked result
   Pack* in_flight_ = nullptr;
   Stage stage_ = Stage::kIdle;
-  Work reduction_;
+  PendingComm reduction_;
   bool accumulated_ = false;
+  bool park_ = false;    ///< the reduction in flight ends parked
+  bool parked_ = false;  ///< partial_ holds earlier results
+  double custom_scale_ = 1.0;
+  bool to_partial_ = false;  ///< where the reduction in flight goes
   bool add_to_grad_ = false;
   std::vector<at::Tensor> sources_, places_;  // kept for their capacity
 };

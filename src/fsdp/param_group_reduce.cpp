@@ -19,7 +19,7 @@ bool same_storage(const at::Tensor& a, const at::Tensor& b) {
 
 ParamGroup::Pack ParamGroup::make_pack(at::ScalarType dtype) const {
   const std::int64_t numel = layout_.shard_numel() * layout_.world();
-  const at::TensorOptions options = master_.dtype(dtype);
+  const at::TensorOptions options = compute_.dtype(dtype);
   Pack pack;
   pack.buffer = SwappedBuffer(numel, options, "[fully_shard] internal: reduce buffer used after it was freed");
   if (layout_.world() > 1)
@@ -67,23 +67,50 @@ std::vector<ParamGroup::Piece> ParamGroup::pack_pieces(const at::Tensor& flat) c
   return pieces;
 }
 
+/// A wider dtype holds every gradient exactly, so that they can travel as they are. Custom communication sums in what it is given.
+void ParamGroup::choose_wire_dtype() {
+  const bool wider = c10::elementSize(options_.reduce_dtype) > c10::elementSize(options_.compute_dtype);
+  wire_dtype_ = wider && !options_.settings->reduce_scatter ? options_.compute_dtype : options_.reduce_dtype;
+  accum_dtype_differs_ = wire_dtype_ != options_.reduce_dtype;
+}
+
+void ParamGroup::settings_changed() {
+  choose_wire_dtype();
+  wire_ = {};
+  accumulation_ = {};
+}
+
+bool ParamGroup::alone() const {
+  const CommSettings& settings = *options_.settings;
+  return layout_.world() == 1 && replicas_ == 1 && !settings.reduce_scatter && !settings.all_reduce_hook &&
+         master_.device() == compute_.device();
+}
+
+/// Whether reductions go through the partial gradient instead of straight into the flat one.
+bool ParamGroup::staged() const {
+  const CommSettings& settings = *options_.settings;
+  return replicas_ > 1 || settings.reduce_scatter || settings.all_reduce_hook || master_.device() != compute_.device();
+}
+
 void ParamGroup::ensure_grad() {
+  ensure_packs();
   if (grad_.defined()) return;
-  grad_ = allocate_flat(layout_.shard_numel(), master_, options_.shard_comm.allocator());
+  const at::TensorOptions options = options_.main_grad ? master_.dtype(at::kFloat) : master_;
+  grad_ = allocate_flat(layout_.shard_numel(), options, host_allocator());
   grad_.zero_();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& slice = layout_.slice(i, rank_);
     parameters_[i].grad_home = grad_.narrow(0, slice.shard_offset, slice.numel).view(slice.shape);
   }
+}
+
+void ParamGroup::ensure_packs() {
   if (alone() || wire_.buffer.defined()) return;
   wire_ = make_pack(wire_dtype_);
   if (accum_dtype_differs_) accumulation_ = make_pack(options_.reduce_dtype);
-  if (replicas_ > 1) {
-    const std::int64_t n = layout_.shard_numel();
-    const at::TensorOptions options = master_.dtype(options_.reduce_dtype);
-    partial_ = SwappedBuffer(n, options, "[fully_shard] internal: partial gradient used after it was freed");
-    exchange_ = SwappedBuffer(exchange_numel(), options, "[fully_shard] internal: exchange buffer used after it was freed");
-  }
+  const at::TensorOptions options = compute_.dtype(options_.reduce_dtype);
+  partial_ = SwappedBuffer(layout_.shard_numel(), options, "[fully_shard] internal: partial gradient used after it was freed");
+  exchange_ = SwappedBuffer(exchange_numel(), options, "[fully_shard] internal: exchange buffer used after it was freed");
 }
 
 /// Leaves the flat gradient to the tensors that still refer to it.
@@ -105,7 +132,8 @@ GroupFootprint ParamGroup::footprint() const {
   const std::int64_t n = layout_.shard_numel();
   const std::int64_t rows = n * layout_.world();
   GroupFootprint size{.trainable = trainable()};
-  if (!aliased_) size.full = bytes(layout_.full_numel(), options_.compute_dtype);
+  if (!aliased_) size.full = bytes(full_.flat().numel(), options_.compute_dtype);
+  if (part_.defined()) size.part = bytes(part_.flat().numel(), options_.compute_dtype);
   if (!aliased_ && !layout_.in_place()) size.gathered = bytes(rows, options_.compute_dtype);
   if (alone()) return size;
   size.wire = bytes(rows, wire_dtype_);
@@ -114,16 +142,21 @@ GroupFootprint ParamGroup::footprint() const {
     size.wire_receive = size.wire;
     size.accumulation_receive = size.accumulation;
   }
-  if (replicas_ > 1) {
-    size.partial = bytes(n, options_.reduce_dtype);
-    size.exchange = bytes(exchange_numel(), options_.reduce_dtype);
-  }
+  size.staged = staged();
+  size.replicated = replicas_ > 1;
+  size.partial = bytes(n, options_.reduce_dtype);
+  size.exchange = bytes(exchange_numel(), options_.reduce_dtype);
   return size;
 }
 
-bool ParamGroup::any_grad() const {
+std::int64_t ParamGroup::planned_grad_bytes() const {
+  if (!trainable()) return 0;
+  return layout_.shard_numel() * static_cast<std::int64_t>(options_.main_grad ? sizeof(float) : master_.dtype().itemsize());
+}
+
+bool ParamGroup::any_grad() {
   return std::any_of(parameters_.begin(), parameters_.end(),
-                     [](const ManagedParameter& parameter) { return parameter.sharded.grad().defined(); });
+                     [&](ManagedParameter& parameter) { return gradient(parameter).defined(); });
 }
 
 /// Brings the flat gradient into the state that the leaves' .grad describe, on top of what it holds if that is to be kept; true
@@ -135,11 +168,11 @@ bool ParamGroup::prepare_grad(bool keep) {
   ensure_grad();
   if (!any) return keep;
   for (auto& parameter : parameters_) {
-    const at::Tensor& grad = parameter.sharded.grad();
+    at::Tensor& grad = gradient(parameter);
     if (grad.defined()) {
       if (same_storage(grad, grad_)) continue;
       keep ? parameter.grad_home.add_(grad.detach()) : parameter.grad_home.copy_(grad.detach());
-      parameter.sharded.mutable_grad() = parameter.grad_home.variable_data();
+      grad = parameter.grad_home.variable_data();
     } else if (!keep) {
       parameter.grad_home.zero_();
     }
@@ -227,7 +260,20 @@ void ParamGroup::start_reduce(std::vector<at::Tensor>& gradients, bool again, Me
   check_gradients(gradients);
   check_internal(stage_ == Stage::kIdle, "fully_shard", "reduction of unit ", options_.unit, " started twice");
   if (alone()) {
-    reduce_alone(gradients, prepare_grad(accumulated_ || again));
+    const double factor = scales().first;
+    if (accumulated_) {
+      reduce_alone(gradients, true);
+      if (factor != 1.0) grad_.mul_(factor);
+      (void)prepare_grad(true);
+    } else if (const bool add = prepare_grad(again); factor == 1.0 || !add) {
+      reduce_alone(gradients, add);
+      if (factor != 1.0) grad_.mul_(factor);
+    } else {
+      for (at::Tensor& gradient : gradients) {
+        if (gradient.defined()) gradient = gradient.mul(factor);
+      }
+      reduce_alone(gradients, true);
+    }
     accumulated_ = false;
     return;
   }
@@ -240,27 +286,57 @@ void ParamGroup::start_reduce(std::vector<at::Tensor>& gradients, bool again, Me
   stage_ = Stage::kReduceScatter;
 }
 
-/// Factors of the sum over the shard group and of the one over the replicas; together the average. Low-precision partial sums are
-/// averaged at once so that they stay in range; otherwise there is one scale, at the very end.
+/// Factors of the sum over the shard group and of the one over the replicas; together the average, or what was set instead.
+/// Low-precision partial sums are averaged at once so that they stay in range; otherwise there is one scale, at the very end.
 std::pair<double, double> ParamGroup::scales() const {
-  const double average = 1.0 / (static_cast<double>(layout_.world()) * replicas_);
-  if (replicas_ == 1) return {average, 1.0};
-  if (c10::elementSize(options_.reduce_dtype) < 4) return {1.0 / layout_.world(), 1.0 / replicas_};
-  return {1.0, average};
+  const CommSettings& settings = *options_.settings;
+  const double ranks = static_cast<double>(layout_.world()) * replicas_;
+  const bool sum = settings.reduce_op == ReduceOp::kSum && !settings.divide_factor;
+  const double total = settings.scaling_factor.value_or(1.0) / (sum ? 1.0 : settings.divide_factor.value_or(ranks));
+  // What is parked is added to reductions that may have another factor: it carries its own.
+  if (replicas_ == 1 || park_ || parked_ || sum) return {total, 1.0};
+  if (c10::elementSize(options_.reduce_dtype) < 4) return {total * replicas_, 1.0 / replicas_};
+  return {1.0, total};
 }
 
-void ParamGroup::launch_reduce(MemoryPool& pool) {
+void ParamGroup::launch_reduce(bool park, MemoryPool& pool) {
   at::NoGradGuard no_grad;
   if (stage_ != Stage::kReduceScatter) return;
+  park_ = park;
+  to_partial_ = staged() || park_ || parked_;
+  if (to_partial_ && !parked_) partial_.acquire(pool);
+  launch_scatter(pool);
+}
+
+void ParamGroup::launch_scatter(MemoryPool& pool) {
   Pack& source = *in_flight_;
-  const bool replicated = replicas_ > 1;
-  if (replicated) partial_.acquire(pool);
+  const double scale = scales().first;
+  if (const auto& custom = options_.settings->reduce_scatter) {
+    custom_scale_ = scale;
+    if (parked_) exchange_.acquire(pool);
+    const at::Tensor output = parked_ ? exchange_.flat().narrow(0, 0, layout_.shard_numel()) : partial_.flat();
+    reduction_ = PendingComm(custom(options_.shard_comm, output, source.buffer.flat()));
+    return;
+  }
   if (source.receive.defined()) source.receive.acquire(pool);
-  const ReduceScatterOptions options{.scale = scales().first,
-                                     .accumulate = !replicated && add_to_grad_,
+  const ReduceScatterOptions options{.scale = scale,
+                                     .accumulate = to_partial_ ? parked_ : add_to_grad_,
                                      .workspace = source.receive.defined() ? &source.receive.flat() : nullptr,
                                      .label = options_.unit};
-  reduction_ = options_.shard_comm.reduce_scatter_single(replicated ? partial_.flat() : grad_, source.buffer.flat(), options);
+  reduction_ =
+      options_.shard_comm.reduce_scatter_single(to_partial_ ? partial_.flat() : grad_, source.buffer.flat(), options);
+}
+
+void ParamGroup::finish_scatter(MemoryPool& pool) {
+  in_flight_->buffer.release(pool);
+  in_flight_->receive.release(pool);
+  in_flight_ = nullptr;
+  if (!options_.settings->reduce_scatter) return;
+  const at::Tensor output = parked_ ? exchange_.flat().narrow(0, 0, layout_.shard_numel()) : partial_.flat();
+  if (custom_scale_ != 1.0) output.mul_(custom_scale_);
+  if (!parked_) return;
+  partial_.flat().add_(output);
+  exchange_.release(pool);
 }
 
 bool ParamGroup::advance_reduce(MemoryPool& pool) {
@@ -268,10 +344,8 @@ bool ParamGroup::advance_reduce(MemoryPool& pool) {
   at::NoGradGuard no_grad;
   reduction_.wait();
   if (stage_ == Stage::kReduceScatter) {
-    in_flight_->buffer.release(pool);
-    in_flight_->receive.release(pool);
-    in_flight_ = nullptr;
-    if (replicas_ > 1) {
+    finish_scatter(pool);
+    if (!park_ && replicas_ > 1) {
       exchange_.acquire(pool);
       reduction_ = options_.replicate_comm.all_reduce(
           partial_.flat(), {.scale = scales().second, .workspace = &exchange_.flat(), .label = options_.unit});
@@ -279,16 +353,23 @@ bool ParamGroup::advance_reduce(MemoryPool& pool) {
       return true;
     }
   } else {
-    if (add_to_grad_) {
-      grad_.add_(partial_.flat());
-    } else {
-      grad_.copy_(partial_.flat());
-    }
-    partial_.release(pool);
     exchange_.release(pool);
   }
+  finish_reduce(pool);
   stage_ = Stage::kIdle;
   return false;
+}
+
+void ParamGroup::finish_reduce(MemoryPool& pool) {
+  parked_ = park_;
+  if (park_ || !to_partial_) return;
+  if (const auto& hook = options_.settings->all_reduce_hook) hook(partial_.flat());
+  if (add_to_grad_) {
+    grad_.add_(partial_.flat().device() == grad_.device() ? partial_.flat() : partial_.flat().to(grad_.device()));
+  } else {
+    grad_.copy_(partial_.flat());
+  }
+  partial_.release(pool);
 }
 
 void ParamGroup::reset(MemoryPool& pool) {
@@ -302,17 +383,19 @@ void ParamGroup::reset(MemoryPool& pool) {
   in_flight_ = nullptr;
   stage_ = Stage::kIdle;
   accumulated_ = false;
+  parked_ = false;
   for (auto& parameter : parameters_) parameter.present = false;
 }
 
 void ParamGroup::install_grad(std::size_t i) {
   auto& parameter = parameters_[i];
-  if (const at::Tensor& grad = parameter.sharded.grad(); grad.defined()) {
+  at::Tensor& grad = gradient(parameter);
+  if (grad.defined()) {
     if (same_storage(grad, grad_)) return;
     // Autograd put it there after the reduction began: the loss has a term that reads the shard itself.
     parameter.grad_home.add_(grad.detach());
   }
-  parameter.sharded.mutable_grad() = parameter.grad_home.variable_data();
+  grad = parameter.grad_home.variable_data();
 }
 
 }  // namespace hyper_parallel::fsdp

@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <hyper_parallel/core/log.h>
+
 #include "fsdp/unit_impl.h"
 
 namespace hyper_parallel::fsdp {
@@ -22,6 +24,9 @@ T& entry_for(std::vector<std::pair<Comm, T>>& entries, const Comm& comm) {
       std::find_if(entries.begin(), entries.end(), [&](const auto& entry) { return entry.first.ranks() == comm.ranks(); });
   return known != entries.end() ? known->second : entries.emplace_back(comm, T()).second;
 }
+
+/// Trees whose backward left reductions in flight on this thread.
+thread_local std::vector<std::weak_ptr<Runtime>> unfinished;
 
 }  // namespace
 
@@ -43,7 +48,7 @@ void Runtime::renumber() {
   forward_order_ = nullptr;
   backward_plan_ = {};
   first_forwards_.clear();
-  agreed_ = false;
+  agreed_ = decided_ = false;
 }
 
 void Runtime::absorb(Runtime& other) {
@@ -54,7 +59,36 @@ void Runtime::absorb(Runtime& other) {
   renumber();
 }
 
+void Runtime::decide_budgets() {
+  if (std::exchange(decided_, true)) return;
+  std::int64_t bytes = 0;
+  std::vector<Unit*> candidates;
+  for (Unit* unit : units_) {
+    unit->budget_keeps = false;
+    if (const MemoryBudget* budget = unit->budget()) {
+      bytes = candidates.empty() ? budget->bytes : std::min(bytes, budget->bytes);
+      candidates.push_back(unit);
+    }
+  }
+  if (candidates.empty()) return;
+  Unit& root = *units_.back();
+  const auto planned = [&] { return plan_memory(root, {.local = true, .partial = true}).total(); };
+  if (const std::int64_t least = planned(); least > bytes) {
+    log::warn("fully_shard: unit ", root.name(), " needs ", least, " bytes even if everything is freed after forward, more than its ",
+              "memory budget of ", bytes);
+    return;
+  }
+  // Units are in wrap order, children first and in forward order: the backward begins at the end.
+  for (auto unit = candidates.rbegin(); unit != candidates.rend(); ++unit) {
+    (*unit)->budget_keeps = true;
+    if (planned() <= bytes) continue;
+    (*unit)->budget_keeps = false;
+    return;
+  }
+}
+
 void Runtime::agree() {
+  decide_budgets();
   // One comparison per group of ranks.
   std::vector<std::pair<Comm, std::vector<std::string>>> plans;
   for (Unit* unit : units_) unit->describe(entry_for(plans, unit->data_parallel_comm()));
@@ -79,9 +113,16 @@ void Runtime::look_ahead_forward(Unit& unit) {
   if (in_backward_ || forward_order_ == nullptr) return;
   if (std::find(first_forwards_.begin(), first_forwards_.end(), unit.index) == first_forwards_.end())
     first_forwards_.push_back(unit.index);
-  if (const auto next = forward_order_->visit(unit.index)) {
-    for (auto& group : units_[static_cast<std::size_t>(*next)]->groups()) group->readopt();
-    prefetch(*next);
+  look_ahead(unit.forward_prefetch, forward_order_->visit(unit.index));
+}
+
+void Runtime::look_ahead(const std::optional<std::vector<std::weak_ptr<Unit>>>& listed, std::optional<int> learned) {
+  if (listed) {
+    for (const auto& weak : *listed) {
+      if (const auto unit = weak.lock()) prefetch(*unit);
+    }
+  } else if (learned) {
+    prefetch(*units_[static_cast<std::size_t>(*learned)]);
   }
 }
 
@@ -95,7 +136,12 @@ void Runtime::end_forward(bool completed) {
   forward_order_ = nullptr;
 }
 
-void Runtime::prefetch(int index) { units_[static_cast<std::size_t>(index)]->start_unshard(); }
+/// What the unit has left of an earlier pass is not used: it checks that itself, later, which would be too late here.
+void Runtime::prefetch(Unit& unit) {
+  if (in_backward_ && !unit.unshard_in_backward) return;
+  if (!in_backward_) unit.refresh();
+  unit.start_unshard();
+}
 
 /// Backward runs through a unit's own and its inner units' modules in reverse, and ends with the unit's gradients.
 void Runtime::expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const {
@@ -135,7 +181,7 @@ void Runtime::catch_up(const BackwardEvent& event) {
   }
   if (!unit.owes_reduction || unit.reduced_in_backward || !unit.trainable()) return;
   backward_plan_.record_skipped(event);
-  if (!unit.requires_gradient_sync) return;
+  if (!unit.requires_gradient_sync || !unit.reduce_scatter_unused_params) return;
   launch(unit, unit.no_gradients());
 }
 
@@ -144,10 +190,7 @@ void Runtime::begin_unit_backward(Unit& unit) {
   backward_plan_.reach({BackwardEvent::Kind::kGather, unit.index}, [this](const BackwardEvent& event) { catch_up(event); });
 }
 
-void Runtime::look_ahead_backward() {
-  const auto next = backward_plan_.next_gather();
-  if (next && units_[static_cast<std::size_t>(*next)]->unshard_in_backward) prefetch(*next);
-}
+void Runtime::look_ahead_backward(Unit& unit) { look_ahead(unit.backward_prefetch, backward_plan_.next_gather()); }
 
 void Runtime::end_unit_backward(Unit& unit) {
   enter_backward();
@@ -161,7 +204,9 @@ void Runtime::reduce(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients
 
 /// The buffers of the previous unit come back before this one takes its own.
 void Runtime::launch(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients) {
-  advance_reductions();
+  do {
+    advance_reductions();
+  } while (std::find(in_flight_.begin(), in_flight_.end(), &unit) != in_flight_.end());
   unit.start_reduce(gradients);
   in_flight_.push_back(&unit);
 }
@@ -180,11 +225,31 @@ void Runtime::finish_backward() {
     catch_up({BackwardEvent::Kind::kGather, (*unit)->index});
     catch_up({BackwardEvent::Kind::kReduce, (*unit)->index});
   }
-  while (!in_flight_.empty()) advance_reductions();
-  install_gradients();
-  for (Unit* unit : units_) unit->end_backward();
+  const bool completed = is_last_backward && complete_gradients();
+  if (!is_last_backward) unfinished.push_back(weak_from_this());
+  for (Unit* unit : units_) unit->end_backward(completed);
   backward_plan_.finish();
   in_backward_ = false;
+}
+
+bool Runtime::complete_gradients() {
+  while (!in_flight_.empty()) advance_reductions();
+  const bool any = std::any_of(units_.begin(), units_.end(), [](const Unit* unit) { return unit->awaits_install; });
+  if (any) install_gradients();
+  return any;
+}
+
+void Runtime::wait_for_gradients() {
+  check_value(!in_backward_, "wait_for_gradients", "a backward is running, want its end");
+  at::NoGradGuard no_grad;
+  if (!complete_gradients()) return;
+  for (Unit* unit : units_) unit->gradients_completed();
+}
+
+void wait_for_all_gradients() {
+  for (const auto& weak : std::exchange(unfinished, {})) {
+    if (const auto runtime = weak.lock()) runtime->wait_for_gradients();
+  }
 }
 
 /// A parameter gets its .grad when any rank had a gradient for it: one bit per parameter, exchanged once per backward.
@@ -195,7 +260,7 @@ void Runtime::install_gradients() {
   };
   std::vector<std::pair<Comm, std::vector<Bit>>> exchanges;
   for (Unit* unit : units_) {
-    if (!unit->reduced_in_backward) continue;
+    if (!std::exchange(unit->awaits_install, false)) continue;
     std::vector<Bit>& bits = entry_for(exchanges, unit->data_parallel_comm());
     for (auto& group : unit->groups()) {
       for (std::size_t i = 0; i < group->parameters().size(); ++i) bits.push_back({group.get(), i});
@@ -235,6 +300,11 @@ void Runtime::reset() {
   forward_order_ = nullptr;
   in_backward_ = false;
   depth_ = 0;
+}
+
+void Runtime::reset(Unit& unit) {
+  std::erase(in_flight_, &unit);
+  unit.reset();
 }
 
 }  // namespace hyper_parallel::fsdp

@@ -3,6 +3,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -42,12 +43,20 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// The gradient of a unit's output has arrived: catches up with what other ranks did before.
   void begin_unit_backward(Unit& unit);
   /// After the unit is unsharded: starts the gather of the one that came next the last time.
-  void look_ahead_backward();
+  void look_ahead_backward(Unit& unit);
   /// The unit's last gradient has arrived: catches up likewise. Without gradient synchronisation this is all.
   void end_unit_backward(Unit& unit);
   void reduce(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients);
+  /// False: backwards leave reductions in flight.
+  bool is_last_backward = true;
+  /// Ends the reductions that backwards before the last one left in flight.
+  void wait_for_gradients();
+  /// Settles which units stay gathered between forward and backward within their memory budget.
+  void decide_budgets();
   /// Drops everything that an aborted iteration left behind.
   void reset();
+  /// The same for one unit.
+  void reset(Unit& unit);
 
  private:
   void agree();
@@ -57,12 +66,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const;
   void launch(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients);
   void advance_reductions();
+  /// True if any parameter can have got a gradient.
+  bool complete_gradients();
   void install_gradients();
-  void prefetch(int index);
+  void prefetch(Unit& unit);
+  void look_ahead(const std::optional<std::vector<std::weak_ptr<Unit>>>& listed, std::optional<int> learned);
 
   MemoryPool pool_;
   std::vector<Unit*> units_;
   bool agreed_ = false;
+  bool decided_ = false;
   int depth_ = 0;
   std::int64_t pass_ = 0;
   bool in_backward_ = false;
@@ -73,5 +86,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::deque<Unit*> in_flight_;
   at::Tensor presence_, all_presence_;
 };
+
+/// Runtime::wait_for_gradients for every tree whose backward left reductions in flight on this thread.
+void wait_for_all_gradients();
 
 }  // namespace hyper_parallel::fsdp

@@ -19,7 +19,7 @@ Placement shard_placement(const GroupLayout& layout, std::size_t i) {
 DTensor wrap(const at::Tensor& local, const Unit& unit, const ParamGroup& group, std::size_t i) {
   std::vector<Placement> placements;
   if (unit.options().mesh.ndim() == 2) placements.push_back(Replicate());
-  placements.push_back(shard_placement(group.layout(), i));
+  placements.push_back(group.options().replicated ? Replicate() : shard_placement(group.layout(), i));
   return DTensor::from_local(local, unit.options().mesh, placements, {.shape = group.parameters()[i].full_shape});
 }
 
@@ -37,9 +37,9 @@ std::vector<std::pair<std::string, DTensor>> UnitHandle::named_dtensors(bool rec
 std::vector<std::pair<std::string, DTensor>> UnitHandle::named_grad_dtensors(bool recurse) const {
   std::vector<std::pair<std::string, DTensor>> result;
   visit(recurse, [&](Unit& unit, ParamGroup& group, std::size_t i) {
-    const ManagedParameter& parameter = group.parameters()[i];
-    if (parameter.sharded.grad().defined())
-      result.emplace_back(unit.qualified(parameter), wrap(parameter.sharded.grad(), unit, group, i));
+    ManagedParameter& parameter = group.parameters()[i];
+    const at::Tensor& gradient = group.gradient(parameter);
+    if (gradient.defined()) result.emplace_back(unit.qualified(parameter), wrap(gradient, unit, group, i));
   });
   return result;
 }

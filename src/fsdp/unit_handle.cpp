@@ -20,7 +20,7 @@ const std::string& UnitHandle::name() const { return unit_->name(); }
 bool UnitHandle::is_unsharded() const { return unit_->is_unsharded(); }
 
 UnshardHandle UnitHandle::unshard(bool async_op) const {
-  for (auto& group : unit_->groups()) group->readopt();
+  unit_->refresh();
   unit_->start_unshard();
   unit_->held = true;
   if (async_op) return UnshardHandle(unit_);
@@ -30,22 +30,8 @@ UnshardHandle UnitHandle::unshard(bool async_op) const {
 
 void UnitHandle::reshard() const { unit_->reshard(); }
 
-namespace {
-
-std::vector<Unit*> reached(Unit& unit, bool recurse) {
-  std::vector<Unit*> units;
-  if (recurse) {
-    unit.subtree(units);
-  } else {
-    units.push_back(&unit);
-  }
-  return units;
-}
-
-}  // namespace
-
 void UnitHandle::visit(bool recurse, const std::function<void(Unit&, ParamGroup&, std::size_t)>& f) const {
-  for (Unit* unit : reached(*unit_, recurse)) {
+  for (Unit* unit : unit_->reached(recurse)) {
     for (auto& group : unit->groups()) {
       group->readopt();
       for (std::size_t i = 0; i < group->parameters().size(); ++i) f(*unit, *group, i);
@@ -53,24 +39,12 @@ void UnitHandle::visit(bool recurse, const std::function<void(Unit&, ParamGroup&
   }
 }
 
-void UnitHandle::set_requires_gradient_sync(bool requires_gradient_sync, bool recurse) const {
-  for (Unit* unit : reached(*unit_, recurse)) unit->requires_gradient_sync = requires_gradient_sync;
-}
-
-void UnitHandle::set_reshard_after_forward(bool reshard_after_forward, bool recurse) const {
-  for (Unit* unit : reached(*unit_, recurse)) unit->set_reshard_after_forward(reshard_after_forward);
-}
-
-void UnitHandle::set_unshard_in_backward(bool unshard_in_backward) const { unit_->unshard_in_backward = unshard_in_backward; }
-
-void UnitHandle::reset_iter_state() const { unit_->runtime().reset(); }
-
 void UnitHandle::zero_grad(bool set_to_none) const {
   at::NoGradGuard no_grad;
-  for (Unit* unit : reached(*unit_, true)) {
+  for (Unit* unit : unit_->reached(true)) {
     for (auto& group : unit->groups()) {
       for (auto& parameter : group->parameters()) {
-        at::Tensor& grad = parameter.sharded.mutable_grad();
+        at::Tensor& grad = group->gradient(parameter);
         if (!grad.defined()) continue;
         if (set_to_none) {
           grad = at::Tensor();
@@ -84,7 +58,7 @@ void UnitHandle::zero_grad(bool set_to_none) const {
 
 std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
   std::vector<ShardedGroup> groups;
-  for (Unit* unit : reached(*unit_, recurse)) {
+  for (Unit* unit : unit_->reached(recurse)) {
     for (auto& group : unit->groups()) {
       group->readopt();
       ShardedGroup& result = groups.emplace_back();
@@ -95,10 +69,10 @@ std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
       result.trainable = group->trainable();
       const int rank = result.shard_comm.rank();
       for (std::size_t i = 0; i < group->parameters().size(); ++i) {
-        const ManagedParameter& parameter = group->parameters()[i];
+        ManagedParameter& parameter = group->parameters()[i];
         const ParameterSlice& slice = group->layout().slice(i, rank);
-        result.parameters.push_back(
-            {unit->qualified(parameter), parameter.sharded, parameter.full_shape, slice.shard_offset, slice.numel});
+        result.parameters.push_back({unit->qualified(parameter), parameter.sharded, group->gradient(parameter),
+                                     parameter.full_shape, slice.shard_offset, slice.numel});
       }
     }
   }
@@ -107,7 +81,7 @@ std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
 
 MemoryUse UnitHandle::memory_use() const {
   MemoryUse use;
-  for (Unit* unit : reached(*unit_, true)) {
+  for (Unit* unit : unit_->reached(true)) {
     for (auto& group : unit->groups()) {
       use.shards += group->shard_bytes();
       use.gradients += group->grad_bytes();

@@ -18,13 +18,13 @@ torch::autograd::variable_list UnitNode::apply(torch::autograd::variable_list&& 
   return {};
 }
 
-Unit::Unit(std::string name, const FullyShardOptions& options, Comm shard_comm, Comm replicate_comm, Comm data_parallel_comm)
+Unit::Unit(std::string name, const FullyShardOptions& options, Comm shard_comm, Comm data_parallel_comm)
     : name_(std::move(name)),
       options_(options),
       shard_comm_(std::move(shard_comm)),
-      replicate_comm_(std::move(replicate_comm)),
       data_parallel_comm_(std::move(data_parallel_comm)) {
   options_.ignored_params.clear();
+  options_.replicate_params.clear();
   options_.shard_placement_fn = nullptr;
 }
 
@@ -44,43 +44,11 @@ std::string Unit::qualified(const ManagedParameter& parameter) const {
   return members == 1 ? parameter.name : concat(parameter.member, '.', parameter.name);
 }
 
-void Unit::add_groups(std::vector<ParameterSlot> slots, const std::vector<std::int64_t>& shard_dims) {
+void Unit::add_groups(std::vector<std::unique_ptr<ParamGroup>> groups) {
+  groups_ = std::move(groups);
   runtime_ = std::make_shared<Runtime>(shard_comm_.allocator());
   runtime_->add(*this);
   node_ = c10::make_intrusive<UnitNode>(weak_from_this());
-
-  // One group per dtype and trainability, in order of first appearance; one per parameter without fusion.
-  struct Draft {
-    at::ScalarType dtype;
-    bool trainable;
-    std::vector<ParameterSlot> slots;
-    std::vector<ParameterShape> shapes;
-  };
-  std::vector<Draft> drafts;
-  const bool ragged = options_.shard_layout == ShardLayout::kRagged;
-  const bool fused = ragged || options_.comm_fusion;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    const at::Tensor& parameter = slots[i].parameter;
-    auto draft = std::find_if(drafts.begin(), drafts.end(), [&](const Draft& d) {
-      return fused && d.dtype == parameter.scalar_type() && d.trainable == parameter.requires_grad();
-    });
-    if (draft == drafts.end()) draft = drafts.insert(drafts.end(), {parameter.scalar_type(), parameter.requires_grad(), {}, {}});
-    draft->shapes.push_back({slots[i].name, parameter.sizes().vec(), shard_dims[i]});
-    draft->slots.push_back(std::move(slots[i]));
-  }
-
-  const MixedPrecisionPolicy& policy = options_.mp_policy;
-  for (Draft& draft : drafts) {
-    GroupOptions group{.unit = name_, .shard_comm = shard_comm_, .replicate_comm = replicate_comm_};
-    const bool floating = at::isFloatingType(draft.dtype);
-    group.compute_dtype = floating ? policy.param_dtype.value_or(draft.dtype) : draft.dtype;
-    group.reduce_dtype = floating ? policy.reduce_dtype.value_or(group.compute_dtype) : draft.dtype;
-    // A group of one parameter needs no alignment between parameters, and gathers in place when it is cut on dim 0.
-    const std::int64_t alignment = fused ? 16 : 1;
-    GroupLayout layout = ragged ? GroupLayout::ragged(std::move(draft.shapes), shard_comm_.size())
-                                : GroupLayout::per_parameter(std::move(draft.shapes), shard_comm_.size(), alignment);
-    groups_.push_back(std::make_unique<ParamGroup>(std::move(layout), std::move(draft.slots), std::move(group)));
-  }
 
   aliased_ = true;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
@@ -148,6 +116,16 @@ void Unit::subtree(std::vector<Unit*>& units) {
   units.push_back(this);
 }
 
+std::vector<Unit*> Unit::reached(bool recurse) {
+  std::vector<Unit*> units;
+  if (recurse) {
+    subtree(units);
+  } else {
+    units.push_back(this);
+  }
+  return units;
+}
+
 std::vector<Unit*> Unit::children() const {
   std::vector<Unit*> children;
   for (const auto& child : children_) {
@@ -166,20 +144,38 @@ void Unit::describe(std::vector<std::string>& lines) const {
   lines.push_back(concat("unit ", name_, ": ", options_.mesh.to_string(), ", layout ",
                          options_.shard_layout == ShardLayout::kRagged ? "ragged" : "per-parameter",
                          options_.comm_fusion ? "" : " unfused", ", param_dtype ", dtype(policy.param_dtype), ", reduce_dtype ",
-                         dtype(policy.reduce_dtype), ", reshard_after_forward ", reshard_after_forward()));
+                         dtype(policy.reduce_dtype), policy.apply_grad_on_fp32_main_grad ? ", fp32 main gradients" : "",
+                         ", reshard_after_forward ", after_forward_text()));
   for (const auto& group : groups_) {
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ManagedParameter& parameter = group->parameters()[i];
       lines.push_back(concat("parameter ", qualified(parameter), " of unit ", name_, ": ", group->shard().scalar_type(), ' ',
-                             at::IntArrayRef(parameter.full_shape), ", sharded on dim ", group->layout().parameter(i).shard_dim,
+                             at::IntArrayRef(parameter.full_shape),
+                             group->options().replicated ? std::string(", whole")
+                                                         : concat(", sharded on dim ", group->layout().parameter(i).shard_dim),
                              parameter.trainable ? "" : ", frozen"));
     }
   }
 }
 
-bool Unit::reshards_after_forward() const {
-  // A forward without gradients has no backward to wait for.
-  return reshard_after_forward() || (!at::GradMode::is_enabled() && !held);
+/// The root's backward comes first: by default its parameters stay.
+Unit::AfterForward Unit::after_forward() const {
+  const auto& choice = options_.reshard_after_forward;
+  if (!choice) return is_root() ? AfterForward::kKeep : AfterForward::kFree;
+  if (std::holds_alternative<int>(*choice)) return AfterForward::kCut;
+  const bool* free = std::get_if<bool>(&*choice);
+  return (free != nullptr ? *free : !budget_keeps) ? AfterForward::kFree : AfterForward::kKeep;
+}
+
+const MemoryBudget* Unit::budget() const {
+  const auto& choice = options_.reshard_after_forward;
+  return choice ? std::get_if<MemoryBudget>(&*choice) : nullptr;
+}
+
+std::string Unit::after_forward_text() const {
+  const auto after = after_forward();
+  if (after == AfterForward::kCut) return concat(std::get<int>(*options_.reshard_after_forward));
+  return after == AfterForward::kFree ? "true" : "false";
 }
 
 /// The first collective of each kind is preceded by a comparison, so that ranks that run different programs stop with both names.
@@ -193,10 +189,12 @@ void Unit::verify_once(bool& done, const char* what) {
 void Unit::start_unshard() {
   if (state_ != State::kSharded) return;
   gathered_pass_ = runtime_->pass();
+  kept_version_ = version();
   if (!aliased_) {
     verify_once(gather_verified_, "all-gather");
     for (auto& group : groups_) group->start_gather(runtime_->pool());
   }
+  has_parts_ = false;
   state_ = State::kUnsharding;
 }
 
@@ -208,7 +206,7 @@ void Unit::finish_unshard() {
 }
 
 void Unit::reshard() {
-  if (state_ == State::kSharded) return;
+  if (state_ == State::kSharded && !has_parts_) return;
   for (auto& group : groups_) {
     if (state_ == State::kUnsharding) {
       group->drop_gather(runtime_->pool());
@@ -217,16 +215,47 @@ void Unit::reshard() {
     }
   }
   state_ = State::kSharded;
-  held = false;
+  has_parts_ = kept_ = held = false;
+}
+
+/// Back to the sharded state, except that groups which are cut over fewer ranks keep their parts.
+void Unit::cut() {
+  if (state_ != State::kUnsharded) return;
+  for (auto& group : groups_) group->cut(runtime_->pool());
+  state_ = State::kSharded;
+  has_parts_ = true;
+  kept_ = held = false;
+}
+
+std::uint64_t Unit::version() const {
+  std::uint64_t sum = 0;
+  for (const auto& group : groups_) sum += group->version();
+  return sum;
+}
+
+/// What an earlier pass left gathered may be older than the shards: an optimizer can have written to them, unseen.
+bool Unit::stale() {
+  if ((state_ == State::kSharded && !has_parts_) || held || runtime_->in_backward()) return false;
+  return kept_ ? kept_version_ != version() : gathered_pass_ != runtime_->pass();
+}
+
+void Unit::readopt() {
+  bool moved = false;
+  for (auto& group : groups_) moved = group->readopt() || moved;
+  if (moved) kept_ = false;
+}
+
+/// The shards are where and what they should be, and nothing gathered is older than they are.
+void Unit::refresh() {
+  readopt();
+  if (stale()) reshard();
 }
 
 void Unit::pre_forward() {
   runtime_->begin_forward(*this);
   try {
-    for (auto& group : groups_) group->readopt();
+    refresh();
     sync_requires_grad();
-    // What an earlier pass left gathered may be older than the shards: an optimizer can have written to them, unseen.
-    if (state_ != State::kSharded && !held && gathered_pass_ != runtime_->pass() && !runtime_->in_backward()) reshard();
     finish_unshard();
     if (members_run_.empty()) runtime_->look_ahead_forward(*this);
     if (at::GradMode::is_enabled() && trainable()) owes_reduction = true;
@@ -244,7 +273,15 @@ void Unit::post_forward(int member, bool completed) {
   }
   members_run_.clear();
   // Recomputation runs forwards inside backward: their parameters serve the backward that follows.
-  if (!runtime_->in_backward() && (!completed || reshards_after_forward())) reshard();
+  if (runtime_->in_backward()) return;
+  const AfterForward after = after_forward();
+  // A forward without gradients has no backward to wait for.
+  const bool waits_for_backward = at::GradMode::is_enabled() || held || kept_;
+  if (!completed || after == AfterForward::kFree || !waits_for_backward) {
+    reshard();
+  } else if (after == AfterForward::kCut) {
+    cut();
+  }
 }
 
 void Unit::pre_backward() {
@@ -261,7 +298,7 @@ void Unit::pre_backward() {
 void Unit::start_backward() {
   in_backward_ = true;
   if (unshard_in_backward) finish_unshard();
-  runtime_->look_ahead_backward();
+  runtime_->look_ahead_backward(*this);
 }
 
 /// What the user registered with register_hook on the model's handles.
@@ -297,21 +334,33 @@ void Unit::post_backward(std::vector<at::Tensor> gradients) {
   }
   awaits_backward = false;
   owes_reduction = true;
-  reshard();
+  free_after_backward();
+}
+
+void Unit::free_after_backward() {
+  if (reshard_after_backward || state_ != State::kUnsharded) reshard();
 }
 
 void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
   MemoryPool& pool = runtime_->pool();
+  const bool park = !requires_all_reduce;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
-    if (groups_[g]->trainable()) groups_[g]->start_reduce(gradients[g], reduced_in_backward, pool);
+    ParamGroup& group = *groups_[g];
+    if (!group.trainable()) continue;
+    if (park && group.alone()) {
+      group.accumulate(gradients[g], pool);
+    } else {
+      group.start_reduce(gradients[g], awaits_install, pool);
+    }
   }
-  reshard();
+  free_after_backward();
   if (data_parallel_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
-  for (auto& group : groups_) group->launch_reduce(pool);
+  for (auto& group : groups_) group->launch_reduce(park, pool);
   in_backward_ = false;
   awaits_backward = false;
-  owes_reduction = false;
+  owes_reduction = park;
   reduced_in_backward = true;
+  awaits_install = awaits_install || !park;
 }
 
 bool Unit::advance_reduce() {
@@ -320,21 +369,32 @@ bool Unit::advance_reduce() {
   return more;
 }
 
-void Unit::end_backward() {
+void Unit::end_backward(bool stale) {
   in_backward_ = false;
   awaits_backward = false;
   reduced_in_backward = false;
   members_run_.clear();
-  reshard();
+  free_after_backward();
+  if (state_ == State::kUnsharded) kept_ = !stale || !trainable();
+}
+
+void Unit::gradients_completed() {
+  if (trainable()) kept_ = false;
 }
 
 void Unit::reset() {
-  end_backward();
+  end_backward(true);
+  reshard();
   for (auto& group : groups_) group->reset(runtime_->pool());
   for (auto& gradients : gradients_) {
     for (at::Tensor& gradient : gradients) gradient.reset();
   }
   owes_reduction = false;
+  awaits_install = false;
+}
+
+bool Unit::holds_gradients() const {
+  return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->holds_gradients(); });
 }
 
 }  // namespace hyper_parallel::fsdp

@@ -1,6 +1,7 @@
 #pragma once
 // A unit: its groups, its autograd node, and the phases of a step.
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,12 +19,13 @@ class UnitNode;
 /// Parameters that are gathered and reduced together. One per fully_shard call; shared by every handle.
 class Unit : public std::enable_shared_from_this<Unit> {
  public:
-  Unit(std::string name, const FullyShardOptions& options, Comm shard_comm, Comm replicate_comm, Comm data_parallel_comm);
+  Unit(std::string name, const FullyShardOptions& options, Comm shard_comm, Comm data_parallel_comm);
   ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
-  void add_groups(std::vector<ParameterSlot> slots, const std::vector<std::int64_t>& shard_dims);
+  /// Once, before anything else.
+  void add_groups(std::vector<std::unique_ptr<ParamGroup>> groups);
   /// Puts the units below `children` into this unit's tree.
   void adopt(const std::vector<ChildUnit>& children);
 
@@ -35,8 +37,13 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void start_backward();
   void post_backward(std::vector<at::Tensor> gradients);
   /// After the last gradient of a backward: back to the sharded state.
-  void end_backward();
+  /// \param stale the backward completed gradients of the tree, so that an optimizer step may follow
+  void end_backward(bool stale);
 
+  /// Gradients of the tree are there, so that an optimizer step may follow.
+  void gradients_completed();
+  /// Takes over shards that torch::load has moved, and frees what was gathered from older ones. Before a gather for forward.
+  void refresh();
   void start_unshard();
   void finish_unshard();
   void reshard();
@@ -59,10 +66,13 @@ class Unit : public std::enable_shared_from_this<Unit> {
   [[nodiscard]] bool in_backward() const { return in_backward_; }
   [[nodiscard]] bool is_unsharded() const { return state_ == State::kUnsharded; }
   [[nodiscard]] bool trainable() const;
+  [[nodiscard]] bool holds_gradients() const;
   /// What must be equal on all ranks, one line per parameter.
   void describe(std::vector<std::string>& lines) const;
   /// This unit and all below, children first, in wrap order.
   void subtree(std::vector<Unit*>& units);
+  /// This unit, or with `recurse` subtree().
+  [[nodiscard]] std::vector<Unit*> reached(bool recurse);
   /// Units directly below, in module order.
   [[nodiscard]] std::vector<Unit*> children() const;
 
@@ -73,16 +83,27 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   // Switches; see UnitHandle.
   bool requires_gradient_sync = true;
+  bool requires_all_reduce = true;
+  bool reshard_after_backward = true;
   bool unshard_in_backward = true;
+  bool reduce_scatter_unused_params = true;
+  using PrefetchList = std::optional<std::vector<std::weak_ptr<Unit>>>;
+  PrefetchList forward_prefetch, backward_prefetch;
+  CommSettings settings;
   void set_reshard_after_forward(bool value) { options_.reshard_after_forward = value; }
-  /// The root's backward comes first: by default its parameters stay.
-  [[nodiscard]] bool reshard_after_forward() const { return options_.reshard_after_forward.value_or(!is_root()); }
+
+  enum class AfterForward { kKeep, kCut, kFree };
+  [[nodiscard]] AfterForward after_forward() const;
+  /// The memory budget that decides what happens after forward, if one does, and its decision.
+  [[nodiscard]] const MemoryBudget* budget() const;
+  bool budget_keeps = false;
 
   // Bookkeeping of the runtime.
   int index = 0;
   bool awaits_backward = false;      ///< an output that needs a gradient was returned since the last backward
   bool owes_reduction = false;       ///< ran a forward with gradients since its last reduction
   bool reduced_in_backward = false;  ///< took part in a reduction of the backward that is running
+  bool awaits_install = false;       ///< its flat gradients hold reductions that the leaves have not been given
 
  private:
   enum class State { kSharded, kUnsharding, kUnsharded };
@@ -91,12 +112,17 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void call_hooks(std::vector<at::Tensor>& gradients);
   void sync_requires_grad();
   void verify_once(bool& done, const char* what);
-  [[nodiscard]] bool reshards_after_forward() const;
+  void readopt();
+  void cut();
+  void free_after_backward();
+  [[nodiscard]] bool stale();
+  [[nodiscard]] std::uint64_t version() const;
+  [[nodiscard]] std::string after_forward_text() const;
 
   std::string name_;
   std::vector<std::string> paths_;  ///< of the modules below the outermost one, by member; empty while this is the outermost
   FullyShardOptions options_;
-  Comm shard_comm_, replicate_comm_, data_parallel_comm_;
+  Comm shard_comm_, data_parallel_comm_;
   std::vector<std::unique_ptr<ParamGroup>> groups_;
   c10::intrusive_ptr<UnitNode> node_;
   struct NodeInput {
@@ -110,11 +136,17 @@ class Unit : public std::enable_shared_from_this<Unit> {
   State state_ = State::kSharded;
   std::int64_t gathered_pass_ = 0;  ///< forward pass in which the parameters were gathered
   bool aliased_ = false;            ///< every group is: gathering does nothing
+  bool has_parts_ = false;          ///< after cut()
+  bool kept_ = false;               ///< gathered in an earlier pass, with nothing since that could have changed the shards
+  std::uint64_t kept_version_ = 0;  ///< of the shards then
   bool in_backward_ = false;
   std::vector<int> members_run_;  ///< members that have run since the unit was gathered for the first of them
   bool gather_verified_ = false;
   bool reduce_verified_ = false;
   std::vector<std::vector<at::Tensor>> gradients_;  // by group and parameter, empty between backwards
 };
+
+/// UnitHandle::plan_memory, with the present decisions about memory budgets.
+[[nodiscard]] MemoryUse plan_memory(Unit& root, const Accumulation& accumulation);
 
 }  // namespace hyper_parallel::fsdp

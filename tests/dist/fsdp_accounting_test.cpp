@@ -101,7 +101,7 @@ TEST_P(Accounting, MemoryAndTraffic) {
     const FullyShardOptions options = options_of(c);
     HSDPModule root = shard_net(net, options);
     const Comm all = root.data_parallel_comm();
-    const fsdp::MemoryUse plan = root.plan_memory(c.accumulate);
+    const fsdp::MemoryUse plan = root.plan_memory({.local = c.accumulate});
     for (int step = 0; step < 3; ++step) train_step(net, root, c.accumulate);
 
     const fsdp::MemoryUse use = root.memory_use();

@@ -147,6 +147,12 @@ class HP_API Comm {
   [[nodiscard]] Impl& impl() const { return *impl_; }
   [[nodiscard]] const std::shared_ptr<Impl>& shared_impl() const { return impl_; }
 
+  /// The group of this rank alone, with the same allocator. Local.
+  [[nodiscard]] Comm self() const;
+  /// The group of some of this group's ranks (positions in it, ascending), of which this rank must be one. Collective among them
+  /// when it is made for the first time. ValueError: empty, not ascending, out of range, without this rank.
+  [[nodiscard]] Comm subgroup(std::span<const int> members) const;
+
   /// A group of `size` ranks without peers: data from others is this rank's own. For dry runs and for measuring host time
   /// at any size.
   [[nodiscard]] static Comm fake(int rank, int size);

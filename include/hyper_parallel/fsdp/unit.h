@@ -6,12 +6,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/core/error.h>
+#include <hyper_parallel/fsdp/comm_hooks.h>
 #include <hyper_parallel/fsdp/policy.h>
 
 namespace hyper_parallel {
@@ -36,6 +38,7 @@ struct ParameterSlot {
 struct ShardedParameter {
   std::string name;                      ///< fully qualified below the outermost unit
   at::Tensor sharded;                    ///< leaf: this rank's part, master dtype, possibly with zero elements
+  at::Tensor grad;                       ///< its gradient, `.grad` or fp32 main gradient; undefined without one
   std::vector<std::int64_t> full_shape;  ///< shape of the whole parameter
   std::int64_t offset = 0;               ///< first element in the group's flat shard
   std::int64_t numel = 0;                ///< elements of this rank's part
@@ -45,10 +48,10 @@ struct ShardedParameter {
 /// step, since a backward may give the gradients new memory.
 struct ShardedGroup {
   at::Tensor shard;  ///< 1-D, master dtype, padding included (padding is always zero in `grad`)
-  at::Tensor grad;   ///< 1-D, same shape; the .grad of every parameter is a view of it. Undefined for frozen groups
+  at::Tensor grad;   ///< 1-D, same shape, fp32 for main gradients; every gradient is a view of it. Undefined for frozen groups
   std::vector<ShardedParameter> parameters;
-  Comm shard_comm;      ///< the ranks over which the flat shard is cut
-  Comm replicate_comm;  ///< the ranks that hold the same shard (HSDP); undefined or of size 1 otherwise
+  Comm shard_comm;      ///< the ranks over which the flat shard is cut; this rank alone for parameters that stay whole
+  Comm replicate_comm;  ///< the ranks that hold the same shard (HSDP, or all for whole ones); undefined or of size 1 otherwise
   bool trainable = true;
 };
 
@@ -72,6 +75,12 @@ struct MemoryUse {
   [[nodiscard]] std::int64_t total() const { return shards + gradients + pool; }
 };
 
+/// How the steps that UnitHandle::plan_memory looks at accumulate gradients.
+struct Accumulation {
+  bool local = false;    ///< some backwards run with set_requires_gradient_sync(false)
+  bool partial = false;  ///< some backwards run with set_requires_all_reduce(false)
+};
+
 /// A unit of sharding: parameters that are gathered together just in time and whose gradients are reduced together. A cheap
 /// handle.
 ///
@@ -92,17 +101,57 @@ class HP_API UnitHandle {
   /// Frees the gathered parameters. Local, idempotent.
   void reshard() const;
 
-  /// False: backward keeps full local gradients (no communication) until a backward runs with true. Reaches all units below.
+  // Switches. With `recurse` they reach all units below; all are local and must be set alike on all ranks.
+
+  /// False: backward keeps full local gradients (no communication) until a backward runs with true.
   void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true) const;
+  /// False: gradients are reduced over the shard group only and parked, in the reduce dtype, until a backward runs with true; then
+  /// all of it is reduced over the replicas and becomes `.grad`. Also without replicas (as in HyperParallel; FSDP2 ignores it there).
+  void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true) const;
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true) const;
+  /// False: parameters stay gathered after backward. A backward that completes gradients makes them stale, since an optimizer step
+  /// may follow: then the next forward gathers again. After a backward without gradient synchronisation, without all-reduce or that
+  /// is not the last, the next forward uses them as they are. Frozen units are gathered again only when their shards are written.
+  void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true) const;
+  /// False: the end of backward does not wait for reductions, and their gradients appear with the next backward for which it is true
+  /// (or hsdp_sync_stream). For the whole tree.
+  void set_is_last_backward(bool is_last_backward) const;
   /// False: the backward of this unit's forward does not read its parameters (an embedding look-up), so do not gather them there.
   void set_unshard_in_backward(bool unshard_in_backward) const;
-  /// Drops what an aborted iteration left behind: gathers in flight, unsharded copies, accumulated local gradients. Keeps .grad.
-  /// Collective when communication was in flight. After an exception in a backward, the next forward does it by itself; after one
-  /// in a forward nothing is left but gradients that earlier backwards without synchronisation accumulated.
-  void reset_iter_state() const;
-  /// Clears the gradients of all parameters of the tree (or fills them with zeros).
+  /// False: a unit that ran forward and got no gradient is left out of the reduction instead of taking part with zeros. Only right
+  /// when it gets none on every rank.
+  void set_reduce_scatter_unused_params(bool reduce_scatter_unused_params, bool recurse = true) const;
+  /// "avg" (default) or "sum", in any case, spaces ignored: how gradients of different ranks are combined. ValueError otherwise.
+  void set_reduce_op_type(std::string_view op, bool recurse = true) const;
+  /// Every reduction of this unit is multiplied by it; nothing that was reduced before is. nullopt: off. ValueError: not finite.
+  void set_gradient_scaling_factor(std::optional<double> factor = {}) const;
+  /// The same from a tensor of one element, read at once. ValueError: other sizes.
+  void set_gradient_scaling_factor(const at::Tensor& factor) const;
+  /// Gradients are divided by it instead of by the number of ranks. nullopt: off. ValueError: zero or not finite.
+  void set_gradient_divide_factor(std::optional<double> factor, bool recurse = true) const;
+  /// These units are gathered, in this order, right after this one is for forward (backward), instead of the one that came next the
+  /// last time; none for an empty list. nullopt: as learned. ValueError: a handle without unit.
+  void set_modules_to_forward_prefetch(const std::optional<std::vector<UnitHandle>>& units) const;
+  void set_modules_to_backward_prefetch(const std::optional<std::vector<UnitHandle>>& units) const;
+  /// Communication of the user's own for this unit. An empty function restores ours. ValueError: gradients are accumulated, parked or
+  /// in flight.
+  void set_custom_all_gather(CustomAllGather all_gather) const;
+  void set_custom_reduce_scatter(CustomReduceScatter reduce_scatter) const;
+  void set_all_reduce_hook(AllReduceHook hook, bool recurse = true) const;
+
+  /// Waits for the reductions that backwards before the last one left in flight and gives their gradients to the parameters of the
+  /// tree. Collective if there are any.
+  void wait_for_gradients() const;
+  /// Drops what an aborted iteration left behind: gathers in flight, unsharded copies, accumulated and parked gradients. Keeps .grad
+  /// and main gradients. Collective when communication was in flight. After an exception in a backward, the next forward does it by
+  /// itself; after one in a forward nothing is left but gradients that earlier backwards without synchronisation accumulated.
+  /// \param recursive the whole tree, or this unit only
+  void reset_iter_state(bool recursive = true) const;
+  /// Clears the gradients and main gradients of all parameters of the tree (or fills them with zeros).
   void zero_grad(bool set_to_none = true) const;
+  /// The fp32 gradient of a sharded parameter of the tree (MixedPrecisionPolicy::apply_grad_on_fp32_main_grad); undefined while it has
+  /// none. ValueError: no parameter of the tree.
+  [[nodiscard]] at::Tensor main_grad(const at::Tensor& sharded) const;
 
   /// The flat groups of this unit, or of the whole tree below it in wrap order. Re-adopts shards that torch::load has moved.
   /// Local.
@@ -113,8 +162,8 @@ class HP_API UnitHandle {
   [[nodiscard]] std::vector<std::pair<std::string, DTensor>> named_grad_dtensors(bool recurse = true) const;
   [[nodiscard]] MemoryUse memory_use() const;
   /// What memory_use will be from the third step on, if every forward runs each unit of the tree once, in the order of the
-  /// modules, and, with `local_accumulation`, some backwards run without gradient synchronisation. Local, before the first step.
-  [[nodiscard]] MemoryUse plan_memory(bool local_accumulation = false) const;
+  /// modules. Local, before the first step.
+  [[nodiscard]] MemoryUse plan_memory(const Accumulation& accumulation = {}) const;
   /// The group of all ranks that see different data: shard axis and, with HSDP, replicate axis.
   [[nodiscard]] Comm data_parallel_comm() const;
 
@@ -125,6 +174,23 @@ class HP_API UnitHandle {
   void visit(bool recurse, const std::function<void(Unit&, ParamGroup&, std::size_t)>& f) const;
 
   std::shared_ptr<Unit> unit_;
+};
+
+/// UnitHandle::wait_for_gradients for every tree whose backward ran on this thread and left reductions in flight. Collective if
+/// there are any.
+HP_API void hsdp_sync_stream();
+
+/// Parameters of a whole tree gathered for a while, for example to sample from a model without gathering each unit for every token:
+/// unshard() on all units, reshard() at the end of the scope. Collective.
+class HP_API UnshardScope {
+ public:
+  explicit UnshardScope(const UnitHandle& root);
+  ~UnshardScope();
+  UnshardScope(const UnshardScope&) = delete;
+  UnshardScope& operator=(const UnshardScope&) = delete;
+
+ private:
+  UnitHandle root_;
 };
 
 /// A unit inside the modules of another one, with the paths of its modules, by member, below the outer unit's module.

@@ -1,0 +1,83 @@
+#include "fsdp/make_groups.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace hyper_parallel::fsdp {
+namespace {
+
+struct Draft {
+  at::ScalarType dtype = at::kFloat;
+  bool trainable = true;
+  bool replicated = false;
+  std::int64_t bytes = 0;
+  std::vector<ParameterSlot> slots = {};
+  std::vector<ParameterShape> shapes = {};
+};
+
+std::vector<Draft> draft_groups(std::vector<ParameterSlot> slots, const std::vector<SlotPlan>& plans,
+                                const FullyShardOptions& options, bool fused) {
+  std::vector<Draft> drafts;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const at::Tensor& parameter = slots[i].parameter;
+    const auto bytes = static_cast<std::int64_t>(parameter.nbytes());
+    const auto fits = [&](const Draft& draft) {
+      return fused && draft.dtype == parameter.scalar_type() && draft.trainable == parameter.requires_grad() &&
+             draft.replicated == plans[i].replicated &&
+             (options.bucket_size < 0 || draft.bytes + bytes <= options.bucket_size);
+    };
+    // From behind: a bucket that is full stays so.
+    auto draft = std::find_if(drafts.rbegin(), drafts.rend(), fits);
+    if (draft == drafts.rend()) {
+      drafts.push_back({.dtype = parameter.scalar_type(), .trainable = parameter.requires_grad(), .replicated = plans[i].replicated});
+      draft = drafts.rbegin();
+    }
+    draft->bytes += bytes;
+    draft->shapes.push_back({slots[i].name, parameter.sizes().vec(), plans[i].shard_dim});
+    draft->slots.push_back(std::move(slots[i]));
+  }
+  return drafts;
+}
+
+GroupOptions group_options(const std::string& unit, const Draft& draft, const FullyShardOptions& options, const UnitComms& comms) {
+  GroupOptions group{.unit = unit, .shard_comm = comms.shard, .replicate_comm = comms.replicate, .post_forward_comm = comms.post_forward};
+  if (draft.replicated) {
+    group.shard_comm = comms.shard.self();
+    group.replicate_comm = comms.data_parallel;
+    group.post_forward_comm = Comm();
+    group.replicated = true;
+  }
+  const MixedPrecisionPolicy& policy = options.mp_policy;
+  const bool floating = at::isFloatingType(draft.dtype);
+  group.compute_dtype = floating ? policy.param_dtype.value_or(draft.dtype) : draft.dtype;
+  group.reduce_dtype = floating ? policy.reduce_dtype.value_or(group.compute_dtype) : draft.dtype;
+  group.main_grad = floating && policy.apply_grad_on_fp32_main_grad;
+  if (const auto* offload = std::get_if<CPUOffloadPolicy>(&options.offload_policy)) {
+    group.offload = true;
+    group.pin_memory = offload->pin_memory && options.mesh.device_type() != "cpu";
+  }
+  return group;
+}
+
+}  // namespace
+
+std::vector<std::unique_ptr<ParamGroup>> make_groups(const std::string& unit, std::vector<ParameterSlot> slots,
+                                                     const std::vector<SlotPlan>& plans, const FullyShardOptions& options,
+                                                     const UnitComms& comms, const CommSettings& settings) {
+  const bool ragged = options.shard_layout == ShardLayout::kRagged;
+  const bool fused = ragged || options.comm_fusion;
+  // A group of one parameter needs no alignment between parameters, and gathers in place when it is cut on dim 0.
+  const std::int64_t alignment = fused ? 16 : 1;
+  std::vector<std::unique_ptr<ParamGroup>> groups;
+  for (Draft& draft : draft_groups(std::move(slots), plans, options, fused)) {
+    GroupOptions group = group_options(unit, draft, options, comms);
+    group.settings = &settings;
+    const int world = group.shard_comm.size();
+    GroupLayout layout = ragged ? GroupLayout::ragged(std::move(draft.shapes), world)
+                                : GroupLayout::per_parameter(std::move(draft.shapes), world, alignment);
+    groups.push_back(std::make_unique<ParamGroup>(std::move(layout), std::move(draft.slots), std::move(group)));
+  }
+  return groups;
+}
+
+}  // namespace hyper_parallel::fsdp
