@@ -23,13 +23,13 @@ std::vector<Draft> draft_groups(std::vector<ParameterSlot> slots, const std::vec
     const auto bytes = static_cast<std::int64_t>(parameter.nbytes());
     const auto fits = [&](const Draft& draft) {
       return fused && draft.dtype == parameter.scalar_type() && draft.trainable == parameter.requires_grad() &&
-             draft.replicated == plans[i].replicated &&
-             (options.bucket_size < 0 || draft.bytes + bytes <= options.bucket_size);
+             draft.replicated == plans[i].replicated && (options.bucket_size < 0 || draft.bytes + bytes <= options.bucket_size);
     };
     // From behind: a bucket that is full stays so.
     auto draft = std::find_if(drafts.rbegin(), drafts.rend(), fits);
     if (draft == drafts.rend()) {
-      drafts.push_back({.dtype = parameter.scalar_type(), .trainable = parameter.requires_grad(), .replicated = plans[i].replicated});
+      drafts.push_back(
+          {.dtype = parameter.scalar_type(), .trainable = parameter.requires_grad(), .replicated = plans[i].replicated});
       draft = drafts.rbegin();
     }
     draft->bytes += bytes;
@@ -39,8 +39,10 @@ std::vector<Draft> draft_groups(std::vector<ParameterSlot> slots, const std::vec
   return drafts;
 }
 
-GroupOptions group_options(const std::string& unit, const Draft& draft, const FullyShardOptions& options, const UnitComms& comms) {
-  GroupOptions group{.unit = unit, .shard_comm = comms.shard, .replicate_comm = comms.replicate, .post_forward_comm = comms.post_forward};
+GroupOptions group_options(const std::string& unit, const Draft& draft, const FullyShardOptions& options,
+                           const UnitComms& comms) {
+  GroupOptions group{
+      .unit = unit, .shard_comm = comms.shard, .replicate_comm = comms.replicate, .post_forward_comm = comms.post_forward};
   if (draft.replicated) {
     group.shard_comm = comms.shard.self();
     group.replicate_comm = comms.data_parallel;

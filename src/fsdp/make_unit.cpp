@@ -96,7 +96,9 @@ Comm post_forward_comm(const FullyShardOptions& options, const Comm& shard) {
 }
 
 bool stays_whole(const ParameterSlot& slot, const FullyShardOptions& options) {
-  const auto listed = [&](const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl() == slot.parameter.unsafeGetTensorImpl(); };
+  const auto listed = [&](const at::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl() == slot.parameter.unsafeGetTensorImpl();
+  };
   return static_cast<std::int64_t>(slot.parameter.nbytes()) < options.threshold ||
          std::any_of(options.replicate_params.begin(), options.replicate_params.end(), listed);
 }

@@ -230,9 +230,9 @@ MemoryUse plan_memory(Unit& root, const Accumulation& accumulation) {
   Replay replay(root);
   bool learned = false;
   for (int step = 0; step < 3; ++step) {
-    for (const auto& [wanted, gradients] : {std::pair{accumulation.local, Gradients::kAccumulate},
-                                            std::pair{accumulation.partial, Gradients::kPark},
-                                            std::pair{true, Gradients::kReduce}}) {
+    for (const auto& [wanted, gradients] :
+         {std::pair{accumulation.local, Gradients::kAccumulate}, std::pair{accumulation.partial, Gradients::kPark},
+          std::pair{true, Gradients::kReduce}}) {
       if (wanted) replay.step(std::exchange(learned, true), gradients);
     }
   }

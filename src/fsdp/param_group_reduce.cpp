@@ -67,7 +67,8 @@ std::vector<ParamGroup::Piece> ParamGroup::pack_pieces(const at::Tensor& flat) c
   return pieces;
 }
 
-/// A wider dtype holds every gradient exactly, so that they can travel as they are. Custom communication sums in what it is given.
+/// A wider dtype holds every gradient exactly, so that they can travel as they are. Custom communication sums in what it is
+/// given.
 void ParamGroup::choose_wire_dtype() {
   const bool wider = c10::elementSize(options_.reduce_dtype) > c10::elementSize(options_.compute_dtype);
   wire_dtype_ = wider && !options_.settings->reduce_scatter ? options_.compute_dtype : options_.reduce_dtype;
@@ -323,8 +324,7 @@ void ParamGroup::launch_scatter(MemoryPool& pool) {
                                      .accumulate = to_partial_ ? parked_ : add_to_grad_,
                                      .workspace = source.receive.defined() ? &source.receive.flat() : nullptr,
                                      .label = options_.unit};
-  reduction_ =
-      options_.shard_comm.reduce_scatter_single(to_partial_ ? partial_.flat() : grad_, source.buffer.flat(), options);
+  reduction_ = options_.shard_comm.reduce_scatter_single(to_partial_ ? partial_.flat() : grad_, source.buffer.flat(), options);
 }
 
 void ParamGroup::finish_scatter(MemoryPool& pool) {

@@ -72,10 +72,10 @@ void Runtime::decide_budgets() {
   }
   if (candidates.empty()) return;
   Unit& root = *units_.back();
-  const auto planned = [&] { return plan_memory(root, {.local = true, .partial = true}).total(); };
+  const auto planned = [&] { return plan_memory(root, {}).total(); };
   if (const std::int64_t least = planned(); least > bytes) {
-    log::warn("fully_shard: unit ", root.name(), " needs ", least, " bytes even if everything is freed after forward, more than its ",
-              "memory budget of ", bytes);
+    log::warn("fully_shard: unit ", root.name(), " needs ", least,
+              " bytes even if everything is freed after forward, more than its ", "memory budget of ", bytes);
     return;
   }
   // Units are in wrap order, children first and in forward order: the backward begins at the end.

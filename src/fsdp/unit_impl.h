@@ -90,7 +90,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   using PrefetchList = std::optional<std::vector<std::weak_ptr<Unit>>>;
   PrefetchList forward_prefetch, backward_prefetch;
   CommSettings settings;
-  void set_reshard_after_forward(bool value) { options_.reshard_after_forward = value; }
+  void set_reshard_after_forward(std::optional<bool> value) {
+    options_.reshard_after_forward = value ? std::optional<ReshardAfterForward>(*value) : std::nullopt;
+  }
 
   enum class AfterForward { kKeep, kCut, kFree };
   [[nodiscard]] AfterForward after_forward() const;

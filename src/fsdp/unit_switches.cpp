@@ -80,8 +80,8 @@ void UnitHandle::set_gradient_scaling_factor(const at::Tensor& factor) const {
 }
 
 void UnitHandle::set_gradient_divide_factor(std::optional<double> factor, bool recurse) const {
-  check_value(!factor || (std::isfinite(*factor) && *factor != 0), "set_gradient_divide_factor", "factor is ",
-              factor.value_or(0), ", want a finite number other than 0 (unit ", name(), ')');
+  check_value(!factor || (std::isfinite(*factor) && *factor != 0), "set_gradient_divide_factor", "factor is ", factor.value_or(0),
+              ", want a finite number other than 0 (unit ", name(), ')');
   for (Unit* unit : unit_->reached(recurse)) unit->settings.divide_factor = factor;
 }
 

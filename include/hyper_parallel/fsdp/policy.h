@@ -26,8 +26,8 @@ struct MixedPrecisionPolicy {
   std::optional<c10::ScalarType> output_dtype = {};
   /// Cast floating inputs of the unit's forward to `param_dtype` (only when that is set).
   bool cast_forward_inputs = true;
-  /// Reduced gradients are kept in fp32 as main gradients, whatever the parameters' dtype; `.grad` stays undefined. Our optimizers
-  /// and clipping use them; others find them with UnitHandle::main_grad.
+  /// Reduced gradients are kept in fp32 as main gradients, whatever the parameters' dtype; `.grad` stays undefined. Our
+  /// optimizers and clipping use them; others find them with UnitHandle::main_grad.
   bool apply_grad_on_fp32_main_grad = false;
   friend bool operator==(const MixedPrecisionPolicy&, const MixedPrecisionPolicy&) = default;
 };
@@ -44,7 +44,8 @@ struct CPUOffloadPolicy {
 };
 
 /// Keep as many units gathered between forward and backward as fit: those first whose backward comes first. `bytes` bounds what
-/// the engine holds on this rank for the whole tree (UnitHandle::plan_memory), optimizer state and activations not included.
+/// the engine holds on this rank for the whole tree (UnitHandle::plan_memory, steps without accumulation); optimizer state and
+/// activations are not included. With several budgets in a tree the smallest holds.
 struct MemoryBudget {
   std::int64_t bytes = 0;
   friend bool operator==(const MemoryBudget&, const MemoryBudget&) = default;

@@ -105,21 +105,23 @@ class HP_API UnitHandle {
 
   /// False: backward keeps full local gradients (no communication) until a backward runs with true.
   void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true) const;
-  /// False: gradients are reduced over the shard group only and parked, in the reduce dtype, until a backward runs with true; then
-  /// all of it is reduced over the replicas and becomes `.grad`. Also without replicas (as in HyperParallel; FSDP2 ignores it there).
+  /// False: gradients are reduced over the shard group only and parked, in the reduce dtype, until a backward runs with true;
+  /// then all of it is reduced over the replicas and becomes `.grad`. Also without replicas (as in HyperParallel; FSDP2 ignores
+  /// it there).
   void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true) const;
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true) const;
-  /// False: parameters stay gathered after backward. A backward that completes gradients makes them stale, since an optimizer step
-  /// may follow: then the next forward gathers again. After a backward without gradient synchronisation, without all-reduce or that
-  /// is not the last, the next forward uses them as they are. Frozen units are gathered again only when their shards are written.
+  /// False: parameters stay gathered after backward. A backward that completes gradients makes them stale, since an optimizer
+  /// step may follow: then the next forward gathers again. After a backward without gradient synchronisation, without all-reduce
+  /// or that is not the last, the next forward uses them as they are. Frozen units are gathered again only when their shards are
+  /// written.
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true) const;
-  /// False: the end of backward does not wait for reductions, and their gradients appear with the next backward for which it is true
-  /// (or hsdp_sync_stream). For the whole tree.
+  /// False: the end of backward does not wait for reductions, and their gradients appear with the next backward for which it is
+  /// true (or hsdp_sync_stream). For the whole tree.
   void set_is_last_backward(bool is_last_backward) const;
   /// False: the backward of this unit's forward does not read its parameters (an embedding look-up), so do not gather them there.
   void set_unshard_in_backward(bool unshard_in_backward) const;
-  /// False: a unit that ran forward and got no gradient is left out of the reduction instead of taking part with zeros. Only right
-  /// when it gets none on every rank.
+  /// False: a unit that ran forward and got no gradient is left out of the reduction instead of taking part with zeros. Only
+  /// right when it gets none on every rank.
   void set_reduce_scatter_unused_params(bool reduce_scatter_unused_params, bool recurse = true) const;
   /// "avg" (default) or "sum", in any case, spaces ignored: how gradients of different ranks are combined. ValueError otherwise.
   void set_reduce_op_type(std::string_view op, bool recurse = true) const;
@@ -129,28 +131,28 @@ class HP_API UnitHandle {
   void set_gradient_scaling_factor(const at::Tensor& factor) const;
   /// Gradients are divided by it instead of by the number of ranks. nullopt: off. ValueError: zero or not finite.
   void set_gradient_divide_factor(std::optional<double> factor, bool recurse = true) const;
-  /// These units are gathered, in this order, right after this one is for forward (backward), instead of the one that came next the
-  /// last time; none for an empty list. nullopt: as learned. ValueError: a handle without unit.
+  /// These units are gathered, in this order, right after this one is for forward (backward), instead of the one that came next
+  /// the last time; none for an empty list. nullopt: as learned. ValueError: a handle without unit.
   void set_modules_to_forward_prefetch(const std::optional<std::vector<UnitHandle>>& units) const;
   void set_modules_to_backward_prefetch(const std::optional<std::vector<UnitHandle>>& units) const;
-  /// Communication of the user's own for this unit. An empty function restores ours. ValueError: gradients are accumulated, parked or
-  /// in flight.
+  /// Communication of the user's own for this unit. An empty function restores ours. ValueError: gradients are accumulated,
+  /// parked or in flight.
   void set_custom_all_gather(CustomAllGather all_gather) const;
   void set_custom_reduce_scatter(CustomReduceScatter reduce_scatter) const;
   void set_all_reduce_hook(AllReduceHook hook, bool recurse = true) const;
 
-  /// Waits for the reductions that backwards before the last one left in flight and gives their gradients to the parameters of the
-  /// tree. Collective if there are any.
+  /// Waits for the reductions that backwards before the last one left in flight and gives their gradients to the parameters of
+  /// the tree. Collective if there are any.
   void wait_for_gradients() const;
-  /// Drops what an aborted iteration left behind: gathers in flight, unsharded copies, accumulated and parked gradients. Keeps .grad
-  /// and main gradients. Collective when communication was in flight. After an exception in a backward, the next forward does it by
-  /// itself; after one in a forward nothing is left but gradients that earlier backwards without synchronisation accumulated.
-  /// \param recursive the whole tree, or this unit only
+  /// Drops what an aborted iteration left behind: gathers in flight, unsharded copies, accumulated and parked gradients. Keeps
+  /// .grad and main gradients. Collective when communication was in flight. After an exception in a backward, the next forward
+  /// does it by itself; after one in a forward nothing is left but gradients that earlier backwards without synchronisation
+  /// accumulated. \param recursive the whole tree, or this unit only
   void reset_iter_state(bool recursive = true) const;
   /// Clears the gradients and main gradients of all parameters of the tree (or fills them with zeros).
   void zero_grad(bool set_to_none = true) const;
-  /// The fp32 gradient of a sharded parameter of the tree (MixedPrecisionPolicy::apply_grad_on_fp32_main_grad); undefined while it has
-  /// none. ValueError: no parameter of the tree.
+  /// The fp32 gradient of a sharded parameter of the tree (MixedPrecisionPolicy::apply_grad_on_fp32_main_grad); undefined while
+  /// it has none. ValueError: no parameter of the tree.
   [[nodiscard]] at::Tensor main_grad(const at::Tensor& sharded) const;
 
   /// The flat groups of this unit, or of the whole tree below it in wrap order. Re-adopts shards that torch::load has moved.
@@ -180,8 +182,8 @@ class HP_API UnitHandle {
 /// there are any.
 HP_API void hsdp_sync_stream();
 
-/// Parameters of a whole tree gathered for a while, for example to sample from a model without gathering each unit for every token:
-/// unshard() on all units, reshard() at the end of the scope. Collective.
+/// Parameters of a whole tree gathered for a while, for example to sample from a model without gathering each unit for every
+/// token: unshard() on all units, reshard() at the end of the scope. Collective.
 class HP_API UnshardScope {
  public:
   explicit UnshardScope(const UnitHandle& root);
@@ -235,4 +237,8 @@ class HP_API ForwardScope {
 };
 
 }  // namespace fsdp
+
+using fsdp::hsdp_sync_stream;
+using fsdp::UnshardScope;
+
 }  // namespace hyper_parallel
