@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <fstream>
+#include <iostream>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -13,6 +15,8 @@
 
 #include <unistd.h>
 #include <nlohmann/json.hpp>
+
+#include <hyper_parallel/core/trace.h>
 
 namespace hyper_parallel::testing {
 
@@ -34,6 +38,25 @@ class TemporaryFolder {
 
  private:
   std::filesystem::path path_;
+};
+
+/// A recording that ends with the scope, also when a test fails in it.
+class TraceRecording {
+ public:
+  explicit TraceRecording(const std::string& path) { trace::start(path); }
+  TraceRecording(const TraceRecording&) = delete;
+  TraceRecording& operator=(const TraceRecording&) = delete;
+  ~TraceRecording() {
+    try {
+      stop();
+    } catch (const std::exception& error) {
+      std::cerr << error.what() << '\n';
+    }
+  }
+  std::vector<std::string> stop() { return std::exchange(running_, false) ? trace::stop() : std::vector<std::string>(); }
+
+ private:
+  bool running_ = true;
 };
 
 /// One span, from an "X" event or from a pair of "b" and "e". Times in ns, so that they compare exactly.
