@@ -6,6 +6,7 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/core/error.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/core/export.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/core/log.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/core/trace.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/dtensor/box.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/dtensor/dtensor.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/dtensor/layout.h

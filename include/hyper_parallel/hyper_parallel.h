@@ -4,6 +4,7 @@
 #include <hyper_parallel/comm/world.h>
 #include <hyper_parallel/core/error.h>
 #include <hyper_parallel/core/log.h>
+#include <hyper_parallel/core/trace.h>
 #include <hyper_parallel/dtensor/dtensor.h>
 #include <hyper_parallel/fsdp/policy.h>
 #include <hyper_parallel/fsdp/unit.h>

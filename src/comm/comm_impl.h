@@ -13,6 +13,7 @@
 
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/comm/world.h>
+#include <hyper_parallel/core/trace.h>
 
 #include "comm/backend.h"
 #include "comm/reduce.h"
@@ -66,6 +67,7 @@ struct Work::Impl {
   std::int64_t bytes = 0;
   std::chrono::milliseconds timeout{};
   Label label;
+  trace::AsyncSpan span;
   std::uint32_t tag_seed = 0;
   std::vector<Message> receives;
   std::vector<Message> sends;

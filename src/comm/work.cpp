@@ -47,6 +47,11 @@ std::string describe(const Work::Impl& work) {
   return out + ", " + human_bytes(work.bytes);
 }
 
+trace::Lane lane_of(Op op) noexcept {
+  if (op == Op::kAllGather || op == Op::kAllGatherV) return trace::Lane::kGather;
+  return op == Op::kReduceScatter || op == Op::kAllReduce ? trace::Lane::kReduce : trace::Lane::kOther;
+}
+
 using Clock = std::chrono::steady_clock;
 
 std::chrono::milliseconds remaining(Clock::time_point deadline) {
@@ -109,6 +114,7 @@ std::unique_ptr<Work::Impl> begin(const std::shared_ptr<Comm::Impl>& comm, Op op
   if (op != Op::kSend && op != Op::kRecv) ++comm->collectives;
   const auto seed = mix(mix(hash_text(label), static_cast<std::uint64_t>(op)), comm->collectives);
   work->tag_seed = static_cast<std::uint32_t>(seed);
+  if (comm->size > 1) work->span.start(lane_of(op), op_name(op), label, bytes);
   return work;
 }
 
@@ -156,10 +162,12 @@ void Work::Impl::run() {
   }
   wait_all(late_receives);
   wait_all(sends);
+  span.finish();
   if (auto& slot = comm->record(sequence); slot.sequence == sequence) slot.state = FlightRecord::State::kDone;
 }
 
 void Work::Impl::reset() noexcept {
+  span.finish();
   receives.clear();
   sends.clear();
   late_receives.clear();

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <hyper_parallel/core/log.h>
+#include <hyper_parallel/core/trace.h>
 
 #include "comm/comm_impl.h"
 #include "comm/torch_compat.h"
@@ -263,8 +264,10 @@ Comm World::comm(std::string_view device_type) const {
 
 World init_process_group(const InitOptions& options) {
   check_value(!this_world.defined(), kInit, "this thread already has a world, call destroy_process_group first");
-  this_world = make_world(options);
-  log::set_rank(this_world.rank());
+  World world = make_world(options);
+  trace::set_rank(world.rank(), world.size());
+  log::set_rank(world.rank());
+  this_world = std::move(world);
   return this_world;
 }
 
@@ -282,6 +285,7 @@ bool is_initialized() { return this_world.defined(); }
 void destroy_process_group() {
   this_world = World();
   log::set_rank(-1);
+  trace::set_rank(-1, 0);
 }
 
 int get_rank() { return current_world().rank(); }

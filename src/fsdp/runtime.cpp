@@ -220,6 +220,7 @@ void Runtime::advance_reductions() {
 
 void Runtime::finish_backward() {
   at::NoGradGuard no_grad;
+  const trace::Span span("finish backward");
   backward_plan_.reach_end([this](const BackwardEvent& event) { catch_up(event); });
   for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit) {
     catch_up({BackwardEvent::Kind::kGather, (*unit)->index});

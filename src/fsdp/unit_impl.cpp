@@ -192,6 +192,8 @@ void Unit::start_unshard() {
   kept_version_ = version();
   if (!aliased_) {
     verify_once(gather_verified_, "all-gather");
+    const trace::Span span("start unshard", name_);
+    unshard_span_.start(trace::Lane::kGather, "unshard", name_);
     for (auto& group : groups_) group->start_gather(runtime_->pool());
   }
   has_parts_ = false;
@@ -201,12 +203,15 @@ void Unit::start_unshard() {
 void Unit::finish_unshard() {
   if (state_ == State::kUnsharded) return;
   start_unshard();
+  const trace::Span span("wait unshard", name_);
   for (auto& group : groups_) group->finish_gather(runtime_->pool());
+  unshard_span_.finish();
   state_ = State::kUnsharded;
 }
 
 void Unit::reshard() {
   if (state_ == State::kSharded && !has_parts_) return;
+  const trace::Span span("reshard", name_);
   for (auto& group : groups_) {
     if (state_ == State::kUnsharding) {
       group->drop_gather(runtime_->pool());
@@ -214,6 +219,7 @@ void Unit::reshard() {
       group->free_full(runtime_->pool());
     }
   }
+  unshard_span_.finish();
   state_ = State::kSharded;
   has_parts_ = kept_ = held = false;
 }
@@ -221,6 +227,7 @@ void Unit::reshard() {
 /// Back to the sharded state, except that groups which are cut over fewer ranks keep their parts.
 void Unit::cut() {
   if (state_ != State::kUnsharded) return;
+  const trace::Span span("reshard", name_);
   for (auto& group : groups_) group->cut(runtime_->pool());
   state_ = State::kSharded;
   has_parts_ = true;
@@ -259,6 +266,7 @@ void Unit::pre_forward() {
     finish_unshard();
     if (members_run_.empty()) runtime_->look_ahead_forward(*this);
     if (at::GradMode::is_enabled() && trainable()) owes_reduction = true;
+    trace::begin("forward", name_);
   } catch (...) {
     runtime_->end_forward(false);
     throw;
@@ -266,6 +274,7 @@ void Unit::pre_forward() {
 }
 
 void Unit::post_forward(int member, bool completed) {
+  trace::end("forward", name_);
   runtime_->end_forward(completed);
   if (completed && members > 1) {
     if (std::find(members_run_.begin(), members_run_.end(), member) == members_run_.end()) members_run_.push_back(member);
@@ -293,6 +302,7 @@ void Unit::pre_backward() {
   }
   runtime_->begin_unit_backward(*this);
   start_backward();
+  trace::begin("backward", name_);
 }
 
 void Unit::start_backward() {
@@ -318,6 +328,7 @@ void Unit::call_hooks(std::vector<at::Tensor>& gradients) {
 
 void Unit::post_backward(std::vector<at::Tensor> gradients) {
   call_hooks(gradients);
+  trace::end("backward", name_);
   at::NoGradGuard no_grad;
   for (std::size_t input = 0; input < gradients.size(); ++input) {
     const NodeInput& place = node_inputs_[input];
@@ -329,6 +340,7 @@ void Unit::post_backward(std::vector<at::Tensor> gradients) {
   }
   runtime_->end_unit_backward(*this);
   in_backward_ = false;
+  const trace::Span span("accumulate", name_);
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     if (groups_[g]->trainable()) groups_[g]->accumulate(gradients_[g], runtime_->pool());
   }
@@ -343,6 +355,7 @@ void Unit::free_after_backward() {
 
 void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
   MemoryPool& pool = runtime_->pool();
+  const trace::Span span("start reduce", name_);
   const bool park = !requires_all_reduce;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     ParamGroup& group = *groups_[g];
@@ -355,6 +368,7 @@ void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
   }
   free_after_backward();
   if (data_parallel_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
+  if (data_parallel_comm_.size() > 1) reduce_span_.start(trace::Lane::kReduce, "reduce", name_);
   for (auto& group : groups_) group->launch_reduce(park, pool);
   in_backward_ = false;
   awaits_backward = false;
@@ -365,11 +379,14 @@ void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
 
 bool Unit::advance_reduce() {
   bool more = false;
+  const trace::Span span("wait reduce", name_);
   for (auto& group : groups_) more = group->advance_reduce(runtime_->pool()) || more;
+  if (!more) reduce_span_.finish();
   return more;
 }
 
 void Unit::end_backward(bool stale) {
+  if (in_backward_) trace::end("backward", name_);  // no gradient said so: frozen, or the backward threw
   in_backward_ = false;
   awaits_backward = false;
   reduced_in_backward = false;
@@ -386,6 +403,7 @@ void Unit::reset() {
   end_backward(true);
   reshard();
   for (auto& group : groups_) group->reset(runtime_->pool());
+  reduce_span_.finish();
   for (auto& gradients : gradients_) {
     for (at::Tensor& gradient : gradients) gradient.reset();
   }

@@ -7,6 +7,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <hyper_parallel/core/trace.h>
 #include <hyper_parallel/fsdp/unit.h>
 
 #include "fsdp/param_group.h"
@@ -143,6 +144,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::uint64_t kept_version_ = 0;  ///< of the shards then
   bool in_backward_ = false;
   std::vector<int> members_run_;  ///< members that have run since the unit was gathered for the first of them
+  trace::AsyncSpan unshard_span_, reduce_span_;
   bool gather_verified_ = false;
   bool reduce_verified_ = false;
   std::vector<std::vector<at::Tensor>> gradients_;  // by group and parameter, empty between backwards

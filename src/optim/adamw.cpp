@@ -7,6 +7,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <hyper_parallel/core/trace.h>
+
 namespace hyper_parallel::optim {
 
 /// Arguments of one call of the fused kernel: equal dtype and weight decay.
@@ -95,6 +97,7 @@ void AdamW::collect(const fsdp::ShardedGroup& shard, Group& group, std::vector<B
 }
 
 void AdamW::step() {
+  const trace::Span span("optim", "AdamW");
   at::NoGradGuard no_grad;
   std::vector<fsdp::ShardedGroup> shards = root_.groups();
   check_value(shards.size() == groups_.size(), "AdamW", "the unit tree has ", shards.size(), " groups, want ", groups_.size(),

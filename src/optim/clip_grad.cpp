@@ -7,6 +7,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <hyper_parallel/core/trace.h>
+
 #include "optim/norm.h"
 
 namespace hyper_parallel {
@@ -32,6 +34,7 @@ double over_ranks(const Comm& comm, double value, bool largest, const at::Tensor
 double clip_grad_norm_(const fsdp::UnitHandle& root, double max_norm, const ClipGradOptions& options) {
   check_value(max_norm >= 0, kOp, "max_norm is ", max_norm, ", want at least 0");
   check_value(options.norm_type > 0, kOp, "norm_type is ", options.norm_type, ", want a positive number or infinity");
+  const trace::Span span("clip");
   at::NoGradGuard no_grad;
   const double p = options.norm_type;
   const bool largest = std::isinf(p);

@@ -1,7 +1,10 @@
 #include <hyper_parallel/train/config.h>
 
+#include <charconv>
 #include <fstream>
 #include <iterator>
+#include <limits>
+#include <optional>
 
 #include <fmt/format.h>
 #include <toml++/toml.h>
@@ -108,7 +111,14 @@ void read_document(Config& config, const std::vector<Field>& fields, const std::
   }
 }
 
+std::optional<std::int64_t> step_number(std::string_view text) {
+  std::int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size() && value >= 1 ? std::optional(value) : std::nullopt;
+}
+
 void check_consistency(const Config& c) {
+  (void)traced_steps(c);
   const ModelConfig& m = c.model;
   check_value(m.dim % m.n_heads == 0, "config", "model.dim = ", m.dim, ", want a multiple of model.n_heads = ", m.n_heads, " (",
               c.where("model.dim"), ")");
@@ -133,6 +143,17 @@ void check_consistency(const Config& c) {
 std::string Config::where(const std::string& key) const {
   const auto it = sources.find(key);
   return it == sources.end() ? "default" : it->second;
+}
+
+std::pair<std::int64_t, std::int64_t> traced_steps(const Config& config) {
+  const std::string_view text = config.train.trace_steps;
+  if (text == "all") return {1, std::numeric_limits<std::int64_t>::max()};
+  const auto dash = text.find('-');
+  const auto first = step_number(text.substr(0, dash));
+  const auto last = dash == std::string_view::npos ? first : step_number(text.substr(dash + 1));
+  check_value(first && last && *first <= *last, "config", "train.trace_steps = \"", text,
+              "\", want a step, a range like 3-5, or all (", config.where("train.trace_steps"), ")");
+  return {*first, *last};
 }
 
 std::vector<FieldInfo> describe(const Config& config) {

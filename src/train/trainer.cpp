@@ -9,6 +9,7 @@
 #include <limits>
 
 #include <hyper_parallel/comm/comm.h>
+#include <hyper_parallel/core/trace.h>
 #include <hyper_parallel/mesh/device_mesh.h>
 #include <hyper_parallel/optim/adamw.h>
 #include <hyper_parallel/optim/clip_grad.h>
@@ -21,6 +22,7 @@
 #include <hyper_parallel/train/tokenizer.h>
 
 #include "train/batches.h"
+#include "train/trace_window.h"
 
 namespace hyper_parallel::train {
 namespace {
@@ -100,7 +102,10 @@ class Trainer {
     on_all_ranks_alike(
         [&] { comm_.check_same("data", {concat("bytes of the text: ", batches_->corpus().size())}, {.label = "hp-train"}); });
     agree_on(comm_, [&] { open_files(); });
-    on_all_ranks_alike([&] { build(); });
+    on_all_ranks_alike([&] {
+      trace_ = TraceWindow(config_, result_.dir, world_.size());
+      build();
+    });
     announce();
     loop();
     finish();
@@ -115,6 +120,7 @@ class Trainer {
   void finish();
   std::string sample();
 
+  Batch next_batch();
   double forward_backward();
   Shared share(double loss);
   void optimizer_step(double lr, StepMetrics& metrics);
@@ -128,6 +134,7 @@ class Trainer {
   Schedule schedule_;
   Progress progress_;
   std::optional<Batches> batches_;
+  TraceWindow trace_;
   MetricsFile metrics_;
   Llama model_{nullptr};
   HSDPModule root_;
@@ -169,11 +176,16 @@ void Trainer::build() {
   optimizer_.emplace(root_, options);
 }
 
+Batch Trainer::next_batch() {
+  const trace::Span span("data");
+  return batches_->next();
+}
+
 double Trainer::forward_backward() {
   double loss_sum = 0;
   for (std::int64_t micro = 0; micro < plan_.accumulation; ++micro) {
     root_.set_requires_gradient_sync(micro + 1 == plan_.accumulation);
-    const Batch batch = batches_->next();
+    const Batch batch = next_batch();
     const torch::Tensor loss = next_token_loss(model_(batch.inputs), batch.targets) / static_cast<double>(plan_.accumulation);
     loss.backward();
     loss_sum += loss.item<double>();
@@ -182,6 +194,7 @@ double Trainer::forward_backward() {
 }
 
 Shared Trainer::share(double loss) {
+  const trace::Span span("metrics");
   const torch::Tensor mine =
       torch::tensor({loss, seconds_since(loop_begin_), static_cast<double>(resident_bytes())}, torch::kDouble);
   const torch::Tensor all = torch::empty({world_.size(), 3}, torch::kDouble);
@@ -207,6 +220,7 @@ void Trainer::optimizer_step(double lr, StepMetrics& metrics) {
 
 double Trainer::validate(std::int64_t step) {
   if (batches_->validation_windows() == 0) return std::numeric_limits<double>::quiet_NaN();
+  const trace::Span span("validate");
   const torch::NoGradGuard no_grad;
   const Clock::time_point begin = Clock::now();
   double sum = 0;
@@ -241,12 +255,16 @@ void Trainer::loop() {
   double warmup_seconds = 0, elapsed = 0, training_seconds = 0;
   loop_begin_ = Clock::now();
   for (std::int64_t step = 0; schedule_.progress(step, elapsed) < 1; ++step) {
+    if (trace_.begins_at(step + 1)) agree_on(comm_, [&] { trace_.start(); });
+    const std::string number = std::to_string(step + 1);
+    std::optional<trace::Span> span(std::in_place, "step", number);
     const Clock::time_point begin = Clock::now();
     if (step <= schedule_.warmup_steps) warmup_seconds = elapsed;
     StepMetrics m;
     const double loss = forward_backward();
     optimizer_step(schedule_.at(step, elapsed, warmup_seconds), m);
     const Shared shared = share(loss);
+    span.reset();
     const double step_seconds = seconds_since(begin);
     elapsed = shared.seconds;
     training_seconds += step_seconds;
@@ -268,8 +286,10 @@ void Trainer::loop() {
     if (world_.rank() == 0) result_.history.push_back(m);
     result_.steps = m.step;
     result_.tokens = m.tokens;
+    if (trace_.ends_at(m.step)) agree_on(comm_, [&] { trace_.stop(); });
     if (fraction < 1 && config_.train.eval_every > 0 && m.step % config_.train.eval_every == 0) (void)validate(m.step);
   }
+  if (trace_.wanted()) agree_on(comm_, [&] { trace_.stop(); });
   result_.seconds = elapsed;
   result_.tokens_per_s = static_cast<double>(result_.tokens) / training_seconds;
   result_.val_loss_end = validate(result_.steps);
@@ -304,6 +324,7 @@ void Trainer::finish() {
                          format_bytes(use.gradients), ", pool for gathered units and reductions ", format_bytes(use.pool)));
   progress_.print(concat("Files      ", result_.dir.string(), "/: config.toml metrics.jsonl loss.svg",
                          config_.sample.prompts.empty() ? "" : " samples.txt"));
+  if (trace_.wanted()) progress_.print(concat("Trace      ", trace_.summary()));
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include <hyper_parallel/train/trainer.h>
 
 #include "support/rank_threads.h"
+#include "support/read_trace.h"
 
 namespace hyper_parallel::train {
 namespace {
@@ -142,6 +143,38 @@ std::string agreed_message(const Config& config, int world) {
   });
   EXPECT_EQ(count, world);
   return message;
+}
+
+TEST_F(TrainLoop, TracesTheStepsThatItIsAskedFor) {
+  const auto steps = [&](const std::string& name, int rank) {
+    std::vector<std::string> labels;
+    for (const auto& span : testing::select(
+             testing::spans_of(testing::read_json(dir_ / "runs" / name / ("t-" + std::to_string(rank) + ".json"))), "step"))
+      labels.push_back(span.label);
+    return labels;
+  };
+  train(config("range", {{"train.trace", "t-%r.json"}, {"train.trace_steps", "2-4"}}), 2);
+  for (int rank : {0, 1}) EXPECT_EQ(steps("range", rank), (std::vector<std::string>{"2", "3", "4"}));
+  const auto spans = testing::spans_of(testing::read_json(dir_ / "runs/range/t-1.json"));
+  for (const char* kind : {"data", "forward", "backward", "unshard", "reshard", "reduce", "clip", "optim", "metrics"})
+    EXPECT_GE(testing::select(spans, kind).size(), 3U) << kind;
+  // Beyond the end of the run: what there is.
+  train(config("long", {{"train.trace", "t-%r.json"}, {"train.trace_steps", "7-100"}}), 2);
+  EXPECT_EQ(steps("long", 1), (std::vector<std::string>{"7", "8"}));
+  // A run that fails leaves the trace of what it did.
+  EXPECT_THAT(agreed_message(config("fails", {{"optim.lr", "1000"},
+                                              {"optim.clip_norm", "0"},
+                                              {"optim.beta1", "0"},
+                                              {"train.max_steps", "300"},
+                                              {"train.trace", "t-%r.json"},
+                                              {"train.trace_steps", "all"}}),
+                             2),
+              HasSubstr("[train] loss"));
+  EXPECT_FALSE(steps("fails", 0).empty());
+  train(config("never", {{"train.trace", "t-%r.json"}, {"train.trace_steps", "50"}}), 2);
+  EXPECT_FALSE(fs::exists(dir_ / "runs/never/t-0.json"));
+  EXPECT_EQ(agreed_message(config("same", {{"train.trace", "t.json"}}), 2),
+            "[config] train.trace = \"t.json\" has no %r, want it: all 2 ranks would write the same file (command line)");
 }
 
 TEST_F(TrainLoop, MistakesAreAgreedOn) {

@@ -1,7 +1,9 @@
 // Configuration of hp-train: reading, overrides, and one message with file and line for every mistake.
 #include <hyper_parallel/train/config.h>
 
+#include <cstdint>
 #include <fstream>
+#include <limits>
 #include <random>
 #include <string>
 
@@ -71,7 +73,7 @@ TEST(TrainConfig, UnknownNamesAreErrorsWithTheirLine) {
   EXPECT_EQ(message_of("[train]\nseed = 3\n\nbatchsize = 4\n"),
             "[config] unknown key batchsize in [train], want one of seed, batch_size, micro_batch_size, max_steps, max_seconds, "
             "eval_every, "
-            "eval_windows (a.toml:4)");
+            "eval_windows, trace, trace_steps (a.toml:4)");
   EXPECT_THAT(message_of("\n[modle]\ndim = 3\n"),
               HasSubstr("unknown section [modle], want the sections model, data, train, optim"));
   EXPECT_THAT(message_of("\n[modle]\ndim = 3\n"), HasSubstr("(a.toml:2)"));
@@ -112,6 +114,20 @@ TEST(TrainConfig, ValuesThatContradictEachOther) {
   EXPECT_THAT(message_of("[train]\nmax_steps = 0\n"), HasSubstr("both 0, want at least one limit (a.toml:2)"));
   EXPECT_THAT(message_of("[parallel]\ndp_shard = 0\n"), HasSubstr("want -1 or an integer >= 1 (a.toml:2)"));
   EXPECT_THAT(message_of("[log]\nname = '../x'\n"), HasSubstr("want a plain folder name (a.toml:2)"));
+}
+
+TEST(TrainConfig, TracedSteps) {
+  const auto steps = [](const std::string& text) {
+    return traced_steps(parse_config("[train]\ntrace_steps = '" + text + "'\n", "a.toml"));
+  };
+  EXPECT_EQ(traced_steps(Config{}), std::pair(int64_t{3}, int64_t{5}));
+  EXPECT_EQ(steps("7"), std::pair(int64_t{7}, int64_t{7}));
+  EXPECT_EQ(steps("2-2"), std::pair(int64_t{2}, int64_t{2}));
+  EXPECT_EQ(steps("10-200"), std::pair(int64_t{10}, int64_t{200}));
+  EXPECT_EQ(steps("all"), std::pair(int64_t{1}, std::numeric_limits<int64_t>::max()));
+  for (const char* bad : {"", "0", "5-3", "3-", "-3", "1-2-3", "3 - 5", "x", "99999999999999999999"})
+    EXPECT_EQ(message_of(std::string("[train]\ntrace_steps = '") + bad + "'\n"),
+              std::string("[config] train.trace_steps = \"") + bad + "\", want a step, a range like 3-5, or all (a.toml:2)");
 }
 
 TEST(TrainConfig, DamagedDocumentsGiveAnErrorOrAConfiguration) {

@@ -41,6 +41,8 @@ struct LoopConfig {
   double max_seconds = 0;             ///< 0: no limit. Includes the validations inside the loop
   std::int64_t eval_every = 100;      ///< steps between validations; 0: only at start and end
   std::int64_t eval_windows = 64;     ///< sequences of one validation, all ranks together
+  std::string trace;                  ///< file of a trace in the folder of the run, %r: rank; empty: none
+  std::string trace_steps = "3-5";    ///< which steps it covers: one, first-last, or all
 };
 
 /// [optim]: AdamW, its schedule, and gradient clipping.
@@ -125,6 +127,9 @@ using Override = std::pair<std::string, std::string>;
 [[nodiscard]] Config load_config(const std::filesystem::path& file, const std::vector<Override>& overrides = {});
 /// Like load_config on the text of a document; `name` stands for the file in messages.
 [[nodiscard]] Config parse_config(const std::string& text, const std::string& name, const std::vector<Override>& overrides = {});
+
+/// The first and the last step that train.trace_steps names, from 1. ValueError: not of the form "3", "3-5" or "all".
+[[nodiscard]] std::pair<std::int64_t, std::int64_t> traced_steps(const Config& config);
 
 /// How a step is divided over `world` ranks.
 struct BatchPlan {

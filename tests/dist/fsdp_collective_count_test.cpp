@@ -1,0 +1,288 @@
+// No collective more than docs/design/005-memory-and-traffic.md lists: every operation of a step, by kind and unit, for each
+// option. A case says how a step runs and what its units then gather and reduce; everything else is shared.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <map>
+#include <tuple>
+
+#include <torch/torch.h>
+
+#include <hyper_parallel/hyper_parallel.h>
+
+#include "support/rank_threads.h"
+#include "support/read_trace.h"
+#include "support/small_net.h"
+
+namespace hyper_parallel::testing {
+namespace {
+
+constexpr const char* kGather = "all_gather_single";
+constexpr const char* kScatter = "reduce_scatter_single";
+constexpr const char* kReduce = "all_reduce";
+const std::string kRoot = "Net";
+
+/// Operations by kind and label.
+using Counts = std::map<std::pair<std::string, std::string>, int>;
+
+/// What a unit does in one step, in numbers of collectives for each of its groups.
+struct PerGroup {
+  int gathers = 2;     ///< before forward, and before backward
+  int reductions = 1;  ///< reduce-scatters, each followed by an all-reduce where there are replicas
+};
+
+struct Case {
+  std::string name;
+  FullyShardOptions options = {};  ///< but for the mesh
+  NetOptions net = {};
+  std::function<void(const Net&)> before_wrapping = [](const Net&) {};
+  std::function<void(const HSDPModule&)> after_wrapping = [](const HSDPModule&) {};
+  /// One step; default: forward and backward.
+  std::function<void(const Net&, const HSDPModule&)> step = {};
+  std::function<PerGroup(const std::string& unit)> want = [](const std::string& unit) {
+    return PerGroup{.gathers = unit == kRoot ? 1 : 2};  // the root keeps its parameters
+  };
+  int presence_exchanges = 1;
+  /// What the first step does beyond that, because the order of backward has still to be learned.
+  Counts more_at_first = {};
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
+
+void forward_backward(const Net& net) {
+  const Batch batch = make_batch(6, 5);
+  net_loss(net(batch.tokens), batch.targets).backward();
+}
+
+void default_step(const Net& net, const HSDPModule& root) {
+  forward_backward(net);
+  root.zero_grad();
+}
+
+struct UnitSize {
+  int groups = 0;
+  int trainable = 0;
+};
+
+std::map<std::string, UnitSize> sizes_of(const Net& net) {
+  std::map<std::string, UnitSize> sizes;
+  const std::vector<HSDPModule> units = {HSDPModule::of(net->u1), HSDPModule::of(net->u2->inner), HSDPModule::of(net->u2),
+                                         HSDPModule::of(net->u3), HSDPModule::of(net->u4),        HSDPModule::of(net)};
+  for (const HSDPModule& unit : units) {
+    for (const auto& group : unit.groups(false)) {
+      ++sizes[unit.name()].groups;
+      sizes[unit.name()].trainable += group.trainable ? 1 : 0;
+    }
+  }
+  return sizes;
+}
+
+/// The table, for a mesh of `replicas` x `shards`.
+Counts want_counts(const Case& c, const std::map<std::string, UnitSize>& sizes, int64_t replicas, int64_t shards) {
+  Counts counts;
+  const auto add = [&](const char* kind, const std::string& label, int count) {
+    if (count > 0) counts[{kind, label}] += count;
+  };
+  for (const auto& [unit, size] : sizes) {
+    const PerGroup each = c.want(unit);
+    if (shards > 1) add(kGather, unit, each.gathers * size.groups);
+    if (shards > 1) add(kScatter, unit, each.reductions * size.trainable);
+    if (replicas > 1) add(kReduce, unit, each.reductions * size.trainable);
+  }
+  if (replicas * shards > 1) add(kGather, "gradients present", c.presence_exchanges);
+  return counts;
+}
+
+/// What happened in each "step" span of rank 0, from the trace.
+std::vector<Counts> traced_counts(const std::string& file) {
+  const auto spans = spans_of(read_json(file));
+  std::vector<Counts> steps;
+  for (const TraceSpan& step : select(spans, "step")) {
+    Counts& counts = steps.emplace_back();
+    for (const TraceSpan& span : spans) {
+      const bool operation = span.kind.find('_') != std::string::npos || span.kind == "barrier";
+      if (operation && step.begin <= span.begin && span.end <= step.end) ++counts[{span.kind, span.label}];
+    }
+  }
+  return steps;
+}
+
+std::string text_of(const Counts& counts) {
+  std::string text;
+  for (const auto& [key, count] : counts) text += key.first + " " + key.second + ": " + std::to_string(count) + "\n";
+  return text;
+}
+
+int total(const Counts& counts) {
+  int sum = 0;
+  for (const auto& [key, count] : counts) sum += count;
+  return sum;
+}
+
+class CollectiveCount : public ::testing::TestWithParam<std::tuple<std::vector<int64_t>, Case>> {};
+
+TEST_P(CollectiveCount, IsThatOfTheTable) {
+  const auto& [mesh, c] = GetParam();
+  const int64_t shards = mesh.back(), replicas = mesh.size() == 2 ? mesh.front() : 1;
+  constexpr int kSteps = 3;
+  const TemporaryFolder folder;
+  TraceRecording recording(folder.file("t-%r.json"));
+  std::map<std::string, UnitSize> sizes;
+  std::array<int64_t, kSteps> counted{};  // by the groups' own counters
+  run_ranks(ranks_of(mesh), [&](int rank) {
+    const Net net = make_net(c.net);
+    c.before_wrapping(net);
+    FullyShardOptions options = c.options;
+    options.mesh = on_mesh(mesh).mesh;
+    const HSDPModule root = shard_net(net, options);
+    c.after_wrapping(root);
+    std::vector<Comm> comms = {root.data_parallel_comm()};
+    for (int64_t axis = 0; axis < options.mesh.ndim(); ++axis) {
+      const Comm comm = options.mesh.get_group(axis);
+      const bool known =
+          std::any_of(comms.begin(), comms.end(), [&](const Comm& other) { return other.ranks() == comm.ranks(); });
+      if (!known && comm.size() > 1) comms.push_back(comm);
+    }
+    const auto calls = [&] {
+      int64_t sum = 0;
+      for (const Comm& comm : comms) sum += comm.size() > 1 ? comm.counters().calls : 0;
+      return sum;
+    };
+    for (int step = 0; step < kSteps; ++step) {
+      const int64_t before = calls();
+      {
+        const trace::Span span("step");
+        c.step ? c.step(net, root) : default_step(net, root);
+      }
+      if (rank == 0) counted[static_cast<std::size_t>(step)] = calls() - before;
+    }
+    if (rank == 0) sizes = sizes_of(net);
+  });
+  recording.stop();
+  const std::vector<Counts> steps = traced_counts(folder.file("t-0.json"));
+  ASSERT_EQ(steps.size(), kSteps);
+  const Counts want = want_counts(c, sizes, replicas, shards);
+  for (std::size_t step = 1; step < kSteps; ++step) {
+    EXPECT_EQ(text_of(steps[step]), text_of(want)) << "step " << step + 1;
+    EXPECT_EQ(counted[step], total(want)) << "step " << step + 1;
+  }
+  // The first step compares: the plan once, and each unit's first gather and first reduction.
+  Counts first = want;
+  if (replicas * shards > 1) {
+    ++first[{kGather, "agreement of units"}];
+    // Alone on its axis, a unit whose parameters are not cast has nothing to gather.
+    const bool gathers = shards > 1 || c.options.mp_policy.param_dtype.has_value();
+    for (const auto& [unit, size] : sizes) {
+      const PerGroup each = c.want(unit);
+      first[{kGather, "order of units"}] += (gathers && each.gathers > 0 ? 1 : 0) + (each.reductions > 0 ? 1 : 0);
+    }
+  }
+  for (const auto& [key, count] : c.more_at_first) {
+    if (key.first == kReduce ? replicas > 1 : shards > 1) first[key] += count;
+  }
+  EXPECT_EQ(text_of(steps[0]), text_of(first));
+  EXPECT_EQ(counted[0], total(first));
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  all.push_back({.name = "Default"});
+  all.push_back({.name = "Ragged", .options = {.shard_layout = ShardLayout::kRagged}});
+  all.push_back({.name = "Unfused", .options = {.comm_fusion = false}});
+  all.push_back({.name = "Keep", .options = {.reshard_after_forward = false}, .want = [](const std::string&) {
+                   return PerGroup{.gathers = 1};
+                 }});
+  all.push_back(
+      {.name = "ReshardRoot", .options = {.reshard_after_forward = true}, .want = [](const std::string&) { return PerGroup{}; }});
+  all.push_back(
+      {.name = "LowPrecision", .options = {.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}}});
+  return all;
+}
+
+/// Other ways to run a step.
+std::vector<Case> schedules() {
+  std::vector<Case> all;
+  all.push_back({.name = "Accumulation",
+                 .step =
+                     [](const Net& net, const HSDPModule& root) {
+                       for (const bool sync : {false, false, true}) {
+                         root.set_requires_gradient_sync(sync);
+                         forward_backward(net);
+                       }
+                       root.zero_grad();
+                     },
+                 .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 3 : 6}; }});
+  all.push_back({.name = "ReduceEveryMicroBatch",
+                 .step =
+                     [](const Net& net, const HSDPModule& root) {
+                       forward_backward(net);
+                       forward_backward(net);
+                       root.zero_grad();
+                     },
+                 .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 2 : 4, .reductions = 2}; },
+                 .presence_exchanges = 2});
+  all.push_back({.name = "NoGradients",
+                 .step =
+                     [](const Net& net, const HSDPModule&) {
+                       const torch::NoGradGuard no_grad;
+                       (void)net(make_batch(6, 5).tokens);
+                     },
+                 .want = [](const std::string&) { return PerGroup{.gathers = 1, .reductions = 0}; },
+                 .presence_exchanges = 0});
+  all.push_back({.name = "NotInBackward",
+                 .options = {.reshard_after_forward = false},
+                 .after_wrapping = [](const HSDPModule& root) { root.set_unshard_in_backward(false); },
+                 .want = [](const std::string&) { return PerGroup{.gathers = 1}; }});
+  all.push_back({.name = "OneUnitTwice",
+                 .net = {.first_twice = true},
+                 .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot  ? 1
+                                                                                  : unit == "u1" ? 3
+                                                                                                 : 2}; },
+                 // Backward reaches u1 before u2, which looks as if u2 were not part of the loss.
+                 .more_at_first = {{{kGather, "u2"}, 1},
+                                   {{kGather, "u2.inner"}, 1},
+                                   {{kScatter, "u2"}, 1},
+                                   {{kScatter, "u2.inner"}, 1},
+                                   {{kReduce, "u2"}, 1},
+                                   {{kReduce, "u2.inner"}, 1}}});
+  all.push_back({.name = "OneUnitSkipped", .net = {.skip_last = true}, .want = [](const std::string& unit) {
+                   return unit == "u4" ? PerGroup{.gathers = 0, .reductions = 0} : PerGroup{.gathers = unit == kRoot ? 1 : 2};
+                 }});
+  // Its output is not part of the loss: zeros, because other ranks may have gradients for it.
+  all.push_back({.name = "OneUnitUnused", .net = {.drop_last = true}});
+  all.push_back({.name = "FrozenParameters", .before_wrapping = [](const Net& net) {
+                   net->u1->a->weight.set_requires_grad(false);
+                   net->u2->q->bias.set_requires_grad(false);
+                 }});
+  all.push_back({.name = "Held",
+                 .step =
+                     [](const Net& net, const HSDPModule& root) {
+                       HSDPModule::of(net->u3).unshard();
+                       default_step(net, root);
+                     },
+                 .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 1 : 2}; }});
+  return all;
+}
+
+std::string name_of(const ::testing::TestParamInfo<std::tuple<std::vector<int64_t>, Case>>& info) {
+  const auto& [mesh, c] = info.param;
+  std::string name = c.name + "On";
+  for (std::size_t i = 0; i < mesh.size(); ++i) name += concat(i == 0 ? "" : "x", mesh[i]);
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Options, CollectiveCount,
+                         ::testing::Combine(::testing::Values(std::vector<int64_t>{1}, std::vector<int64_t>{2},
+                                                              std::vector<int64_t>{2, 2}, std::vector<int64_t>{1, 2},
+                                                              std::vector<int64_t>{2, 1}),
+                                            ::testing::ValuesIn(cases())),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(Schedules, CollectiveCount,
+                         ::testing::Combine(::testing::Values(std::vector<int64_t>{2}, std::vector<int64_t>{2, 2}),
+                                            ::testing::ValuesIn(schedules())),
+                         name_of);
+
+}  // namespace
+}  // namespace hyper_parallel::testing
