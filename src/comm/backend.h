@@ -53,6 +53,8 @@ class Transport {
   virtual Handle receive(const at::Tensor& bytes, int peer, int tag) = 0;
   /// Blocks until the message has left (send) or arrived (receive). Throws TransportError.
   virtual void wait(const Handle& handle, std::chrono::milliseconds timeout) = 0;
+  /// What moves the bytes, e.g. "gloo".
+  [[nodiscard]] virtual const char* name() const noexcept = 0;
   /// Closes all connections so that the peers notice at once. Nothing may be posted or waited for afterwards.
   virtual void abort() noexcept = 0;
 

@@ -249,6 +249,7 @@ Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options)
              options.op,
              reduce_scale(options.op, options.scale, comm.size),
              false};
+  op.overwrite = !alone && direct;
   op.spread = !alone && !direct;
   // A dry run counts what the second phase would send.
   if (comm.fake && !direct) op.comm->counters.bytes_sent += own * width * (comm.size - 1);

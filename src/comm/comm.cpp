@@ -52,6 +52,12 @@ CommCounters Comm::counters() const { return require(impl_, "Comm::counters").co
 void Comm::reset_counters() const { require(impl_, "Comm::reset_counters").counters = {}; }
 c10::Allocator* Comm::allocator() const { return require(impl_, "Comm::allocator").allocator; }
 
+std::string_view Comm::transport_name() const {
+  const auto& comm = require(impl_, "Comm::transport_name");
+  if (comm.fake) return "fake";
+  return comm.transport == nullptr ? "none" : comm.transport->name();
+}
+
 std::vector<FlightRecord> Comm::flight_record() const {
   auto& comm = require(impl_, "Comm::flight_record");
   std::vector<FlightRecord> out;

@@ -73,6 +73,7 @@ struct Work::Impl {
   std::vector<Message> sends;
   std::vector<Message> late_receives;  ///< second phase of all_reduce, posted with the first
   bool reduce = false;                 ///< run `task` over `rows` when all has arrived
+  bool overwrite = false;              ///< `task` writes where `sends` read
   bool spread = false;                 ///< then send the result (own chunk of `tensor`) to all
   ReduceTask task;
   std::vector<const void*> rows;
@@ -97,6 +98,7 @@ struct Comm::Impl {
   std::vector<int> ranks;
   std::chrono::milliseconds timeout{};
   c10::Allocator* allocator = nullptr;
+  std::shared_ptr<void> allocator_owner;  ///< keeps `allocator` when nobody else does
   std::weak_ptr<World::Impl> world;
   std::unique_ptr<Transport> transport;  ///< null when there is nobody to talk to
 

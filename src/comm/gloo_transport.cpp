@@ -8,7 +8,7 @@
 #include <hyper_parallel/core/log.h>
 
 #include "comm/backend.h"
-#include "comm/torch_compat.h"
+#include "comm/store_notes.h"
 #include "comm/world_impl.h"
 
 namespace hyper_parallel {
@@ -24,27 +24,10 @@ class Group : public c10d::ProcessGroupGloo {
   }
 };
 
-// First line without the source position that Gloo puts in front and the stack trace that torch puts behind.
-std::string first_line(std::string text) {
-  if (text.starts_with('[')) {
-    const auto end = text.find("] ");
-    if (end != std::string::npos) text.erase(0, end + 2);
-  }
-  return text.substr(0, text.find('\n'));
-}
-
-TransportError translate(const std::exception& error) {
-  const std::string text = first_line(error.what());
-  const auto has = [&](const char* part) { return text.find(part) != std::string::npos; };
-  if (has("Timed out") || has("timed out") || has("timeout")) return {TransportError::Kind::kTimeout, text};
-  if (has("closed") || has("reset by peer") || has("Broken pipe") || has("refused")) return {TransportError::Kind::kClosed, text};
-  return {TransportError::Kind::kOther, text};
-}
-
 class GlooTransport final : public Transport {
  public:
   GlooTransport(c10::intrusive_ptr<Group> group, c10::intrusive_ptr<c10d::Store> store)
-      : group_(std::move(group)), store_(std::move(store)), argument_(1) {}
+      : group_(std::move(group)), notes_(std::move(store)), argument_(1) {}
 
   Handle send(const at::Tensor& bytes, int peer, int tag) override {
     argument_[0] = bytes;
@@ -79,34 +62,19 @@ class GlooTransport final : public Transport {
     try {
       group_->close();
     } catch (const std::exception& error) {
-      log::debug("closing a broken group: ", first_line(error.what()));
+      log::debug("closing a broken group: ", first_line_of(error.what()));
     }
   }
 
-  void publish(const std::string& key, const std::string& note) noexcept override {
-    const QuietTorchLog quiet;
-    try {
-      store_->set("note/" + key, note);
-    } catch (const std::exception& error) {
-      log::debug("publishing a note: ", first_line(error.what()));
-    }
-  }
-
+  void publish(const std::string& key, const std::string& note) noexcept override { notes_.publish(key, note); }
   std::string read_note(const std::string& key, std::chrono::milliseconds patience) noexcept override {
-    const QuietTorchLog quiet;
-    try {
-      const std::string full = "note/" + key;
-      store_->wait({full}, patience);
-      return store_->get_to_str(full);
-    } catch (const std::exception& error) {
-      log::debug("reading a note: ", first_line(error.what()));
-      return {};
-    }
+    return notes_.read(key, patience);
   }
+  [[nodiscard]] const char* name() const noexcept override { return "gloo"; }
 
  private:
   c10::intrusive_ptr<Group> group_;
-  c10::intrusive_ptr<c10d::Store> store_;
+  StoreNotes notes_;
   std::vector<at::Tensor> argument_;  // c10d takes a vector of one: reused
 };
 

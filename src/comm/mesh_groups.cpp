@@ -58,6 +58,7 @@ DeviceMesh DeviceMesh::from_group(const std::vector<Comm>& groups, std::string_v
     world->size = std::max(*std::max_element(ranks.begin(), ranks.end()), root.rank) + 1;
     world->timeout = first.impl().timeout;
     world->allocator = first.impl().allocator;
+    world->arena = std::static_pointer_cast<Arena>(first.impl().allocator_owner);
     world->fake = first.impl().fake;
   }
   root.world = std::make_shared<const World>(World(std::move(world)));

@@ -154,6 +154,7 @@ void Work::Impl::run() {
     messages.clear();
   };
   wait_all(receives);
+  if (overwrite) wait_all(sends);
   if (reduce) reduce_rows(task, rows);
   if (spread) {
     const auto offset = static_cast<const char*>(task.output) - static_cast<const char*>(tensor.const_data_ptr());
@@ -173,6 +174,7 @@ void Work::Impl::reset() noexcept {
   late_receives.clear();
   rows.clear();
   reduce = false;
+  overwrite = false;
   spread = false;
   tensor.reset();
   workspace.reset();

@@ -14,7 +14,9 @@
 #include <hyper_parallel/core/log.h>
 #include <hyper_parallel/core/trace.h>
 
+#include "comm/arena.h"
 #include "comm/comm_impl.h"
+#include "comm/same_host.h"
 #include "comm/torch_compat.h"
 #include "comm/world_impl.h"
 
@@ -147,6 +149,14 @@ bool runs_on_one_host(const World::Impl& world) {
   return local != nullptr && std::to_string(world.size) == local;
 }
 
+SameHost same_host_from_environment() {
+  const char* text = environment("HP_SAMEHOST");
+  const std::string_view value = text == nullptr ? "1" : text;
+  if (value == "processes") return SameHost::kProcesses;
+  check_value(value == "0" || value == "1", kInit, "HP_SAMEHOST=\"", value, "\", want 0, 1 or processes");
+  return value == "1" ? SameHost::kOn : SameHost::kOff;
+}
+
 void apply_options(World::Impl& world, const InitOptions& options) {
   check_value(options.timeout.count() > 0, kInit, "timeout ", options.timeout.count(), " ms, want more than 0");
   check_value(options.backend.empty() || options.backend == "gloo" || options.backend == "fake", kInit, "backend \"",
@@ -166,7 +176,8 @@ void apply_options(World::Impl& world, const InitOptions& options) {
   }
   world.timeout = options.timeout;
   world.fake = options.backend == "fake";
-  world.allocator = options.allocator != nullptr ? options.allocator : c10::GetCPUAllocator();
+  world.allocator = options.allocator;
+  world.same_host = options.samehost ? (*options.samehost ? SameHost::kOn : SameHost::kOff) : same_host_from_environment();
 }
 
 World make_world(const InitOptions& options) {
@@ -210,6 +221,17 @@ std::string rank_key(const std::vector<int>& ranks) {
   return out;
 }
 
+// Buffers of a group that may be a part of a larger one on this host are where the others can read them.
+void choose_allocator(World::Impl& world, Comm::Impl& group) {
+  group.allocator = world.allocator;
+  if (group.allocator != nullptr) return;
+  const bool shared = group.transport != nullptr ? group.transport->name() == std::string_view("samehost")
+                                                 : world.size > 1 && !world.fake && world.store != nullptr;
+  const auto arena = shared ? find_or_make_arena(world) : nullptr;
+  group.allocator = arena != nullptr ? arena.get() : c10::GetCPUAllocator();
+  group.allocator_owner = arena;
+}
+
 }  // namespace
 
 std::shared_ptr<Comm::Impl> find_or_make_group(const std::shared_ptr<World::Impl>& world, std::string_view device_type,
@@ -228,14 +250,16 @@ std::shared_ptr<Comm::Impl> find_or_make_group(const std::shared_ptr<World::Impl
   group->device_type = device_type;
   group->ranks = ranks;
   group->timeout = world->timeout;
-  group->allocator = world->allocator;
   group->world = world;
   group->sent.resize(ranks.size());
   group->received.resize(ranks.size());
   group->fake = world->fake;
   if (group->size > 1 && !group->fake) {
     try {
-      group->transport = make_gloo_transport(*world, "group/" + key, group->rank, group->size);
+      group->transport = make_same_host_transport(*world, "group/" + key, group->rank, group->size, name);
+      if (group->transport == nullptr) {
+        group->transport = make_gloo_transport(*world, "group/" + key, group->rank, group->size);
+      }
     } catch (const TransportError& error) {
       CommFailure failure{std::string(kOp), {}, name, 0, 0, -1};
       const auto message = concat('[', kOp, "] cannot connect group ", name, " of ", group->size, " ranks within ",
@@ -244,6 +268,7 @@ std::shared_ptr<Comm::Impl> find_or_make_group(const std::shared_ptr<World::Impl
       throw CommError(message, std::move(failure));
     }
   }
+  choose_allocator(*world, *group);
   world->groups.emplace(key, group);
   return group;
 }

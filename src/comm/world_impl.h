@@ -11,7 +11,16 @@
 
 namespace hyper_parallel {
 
+class Arena;
+class Mapping;
 class Transport;
+
+/// Whether groups may talk through shared memory.
+enum class SameHost {
+  kOff,
+  kOn,
+  kProcesses,  ///< on, and threads of one process treat each other like processes: for tests
+};
 
 struct World::Impl {
   int rank = 0;
@@ -20,13 +29,16 @@ struct World::Impl {
   std::chrono::milliseconds timeout{};
 
   c10::intrusive_ptr<c10::intrusive_ptr_target> store;  ///< c10d::Store; null in a world of one
-  c10::Allocator* allocator = nullptr;
+  c10::Allocator* allocator = nullptr;  ///< the user's, or null
   bool fake = false;      ///< dry run: groups have no peers
   bool one_host = false;  ///< all ranks run on this host: connect through loopback
 
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<Comm::Impl>> groups;  ///< by device type and rank list
-  std::shared_ptr<void> device;                               ///< the transport's network device, shared by the groups
+  std::shared_ptr<void> device;                               ///< Gloo's network device, shared by the groups
+  SameHost same_host = SameHost::kOff;
+  std::shared_ptr<Arena> arena;                                 ///< this rank's memory that peers can read, once it is needed
+  std::map<std::string, std::weak_ptr<Mapping>> peer_arenas;  ///< that groups have mapped, by id
 };
 
 /// The group of `ranks` (global, in group order) in `world`: found in the cache or made. Collective among `ranks` when made.

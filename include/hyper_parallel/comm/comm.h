@@ -135,6 +135,9 @@ class HP_API Comm {
   /// and ranks. Cheap when equal: 16 bytes per peer.
   void check_same(std::string_view op, const std::vector<std::string>& lines, const CommOptions& options = {}) const;
 
+  /// What moves the bytes of this group: "samehost" (memory shared by the ranks of one host), "gloo", "none" (a group of one) or
+  /// "fake" (a dry run). Equal on all ranks. Local.
+  [[nodiscard]] std::string_view transport_name() const;
   [[nodiscard]] CommCounters counters() const;
   void reset_counters() const;
   [[nodiscard]] std::vector<FlightRecord> flight_record() const;  ///< oldest first, last 64 operations

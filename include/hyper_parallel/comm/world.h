@@ -2,6 +2,7 @@
 // World: the ranks that were launched together, and the store through which they meet.
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -27,7 +28,11 @@ struct InitOptions {
   int local_rank = -1;
   /// A c10d::Store through which the ranks meet; used for one world only (wrap it in a PrefixStore for another).
   c10::intrusive_ptr<c10::intrusive_ptr_target> store = {};
-  /// Memory of the buffers that groups send from and receive into; default: torch's CPU allocator. Must outlive the world.
+  /// Whether groups whose ranks all run on one host talk through memory that they share; false: always through the network.
+  /// Default: what the environment variable HP_SAMEHOST says (0 or 1), else true. One rank's false is enough.
+  std::optional<bool> samehost = {};
+  /// Memory of the buffers that groups send from and receive into; default: memory that the ranks of the host share, or torch's
+  /// CPU allocator where they do not. Must outlive the world. Messages from other memory are copied once more.
   c10::Allocator* allocator = nullptr;
 };
 

@@ -1,0 +1,227 @@
+// Who waits for whom, and why nobody waits for ever: docs/design/009-same-host.md.
+#include "comm/shared_transport.h"
+
+#include <csignal>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include <poll.h>
+#include <pthread.h>
+
+#include <hyper_parallel/core/error.h>
+
+#include "comm/shared_inbox.h"
+#include "comm/shared_outbox.h"
+
+namespace hyper_parallel {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr microseconds kSpin{40};
+constexpr milliseconds kLookAtPeers{100};  // how long a dead peer stays unnoticed
+constexpr milliseconds kLastReader{1000};  // how long abort waits for a peer that is reading
+
+// A thread that takes no signals: handlers of the program run on its own threads.
+template <class Body>
+std::thread start_helper(Body body) {
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_BLOCK, &all, &before);
+  std::thread thread(std::move(body));
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return thread;
+}
+
+class SharedTransport final : public Transport {
+ public:
+  explicit SharedTransport(SharedGroup group) : group_(std::move(group)), me_(group_.mailbox.seat(group_.rank)) {
+    for (int r = 0; r < group_.size; ++r) {
+      const auto& peer = group_.peers[static_cast<std::size_t>(r)];
+      out_.emplace_back(group_.mailbox, group_.rank, r, group_.arena, peer.same_process);
+      in_.emplace_back(group_.mailbox, r, group_.rank, peer.arena);
+    }
+    helper_ = start_helper([this] { help(); });
+  }
+  ~SharedTransport() override { abort(); }
+
+  Handle send(const at::Tensor& bytes, int peer, int tag) override {
+    auto message = c10::make_intrusive<SharedSend>(bytes, peer, tag);
+    const std::lock_guard lock(mutex_);
+    check_open(peer);
+    advance();
+    out(peer).post(message);
+    return message;
+  }
+
+  Handle receive(const at::Tensor& bytes, int peer, int tag) override {
+    auto message = c10::make_intrusive<SharedReceive>(bytes, peer, tag);
+    const std::lock_guard lock(mutex_);
+    check_open(peer);
+    in(peer).post(message);
+    return message;
+  }
+
+  void wait(const Handle& handle, milliseconds timeout) override;
+  void abort() noexcept override;
+  void publish(const std::string& key, const std::string& note) noexcept override { group_.notes.publish(key, note); }
+  std::string read_note(const std::string& key, milliseconds patience) noexcept override {
+    return group_.notes.read(key, patience);
+  }
+  [[nodiscard]] const char* name() const noexcept override { return "samehost"; }
+
+ private:
+  [[nodiscard]] Outbox& out(int peer) { return out_[static_cast<std::size_t>(peer)]; }
+  [[nodiscard]] Inbox& in(int peer) { return in_[static_cast<std::size_t>(peer)]; }
+  [[nodiscard]] Seat& seat(int peer) const { return group_.mailbox.seat(peer); }
+  [[noreturn]] static void throw_closed(int peer) {
+    throw TransportError(TransportError::Kind::kClosed, concat("rank ", peer, " closed the connection"));
+  }
+  void check_open(int peer) const {
+    if (aborted_) throw_closed(peer);
+  }
+  // Does everything that can be done now; true when a receive was finished.
+  bool advance() {
+    bool finished = false;
+    for (int r = 0; r < group_.size; ++r) {
+      if (r == group_.rank) continue;
+      finished = in(r).advance() || finished;
+      out(r).advance();
+    }
+    return finished;
+  }
+  bool is_done(SharedMessage& message);
+  [[nodiscard]] bool has_closed(int peer) const { return word(seat(peer).closed).load(std::memory_order_acquire) != 0; }
+  [[nodiscard]] bool has_died(int peer) const {
+    const auto& process = group_.peers[static_cast<std::size_t>(peer)].process;
+    if (!process.valid()) return false;
+    pollfd query{process.get(), POLLIN, 0};
+    return ::poll(&query, 1, 0) > 0;
+  }
+  // Asks the peer's helper to do what `message` waits for. False: ask again later.
+  bool urge(SharedMessage& message);
+  bool spin(Word seen) const;
+  void help();
+  void let_go() noexcept;
+
+  SharedGroup group_;
+  Seat& me_;
+  std::mutex mutex_;  ///< this rank's thread against its helper
+  std::deque<Outbox> out_;  ///< by peer
+  std::deque<Inbox> in_;
+  bool aborted_ = false;
+  bool stopping_ = false;
+  std::thread helper_;
+};
+
+bool SharedTransport::is_done(SharedMessage& message) {
+  const std::lock_guard lock(mutex_);
+  check_open(message.peer);
+  advance();
+  if (auto* send = dynamic_cast<SharedSend*>(&message)) return out(message.peer).done(*send);
+  const auto& receive = static_cast<const SharedReceive&>(message);
+  if (receive.closed) throw_closed(message.peer);
+  if (!receive.error.empty()) throw TransportError(TransportError::Kind::kOther, receive.error);
+  return receive.done;
+}
+
+bool SharedTransport::urge(SharedMessage& message) {
+  const std::lock_guard lock(mutex_);
+  if (const auto* send = dynamic_cast<const SharedSend*>(&message)) return out(message.peer).urge(*send);
+  const bool queued = word(group_.mailbox.lane(message.peer, group_.rank).backlog).load(std::memory_order_acquire) != 0;
+  if (queued) ring(seat(message.peer).helper);
+  return false;
+}
+
+bool SharedTransport::spin(Word seen) const {
+  if (!group_.spin) return false;
+  const auto end = Clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 50; ++i) {
+      if (look(me_.bell) != seen) return true;
+      relax();
+    }
+  } while (Clock::now() < end);
+  return false;
+}
+
+void SharedTransport::wait(const Handle& handle, milliseconds timeout) {
+  auto& message = *static_cast<SharedMessage*>(handle.get());
+  const auto deadline = Clock::now() + timeout;
+  bool urged = false;
+  while (true) {
+    const auto seen = look(me_.bell);
+    if (is_done(message)) return;
+    // What it announced before it closed still counts.
+    if (has_closed(message.peer)) {
+      if (is_done(message)) return;
+      throw_closed(message.peer);
+    }
+    if (spin(seen)) continue;
+    if (!urged) urged = urge(message);
+    const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
+    if (left.count() <= 0) throw TransportError(TransportError::Kind::kTimeout, "timed out");
+    if (sleep_on(me_.bell, seen, std::min(left, kLookAtPeers))) continue;
+    if (has_died(message.peer)) {
+      if (is_done(message)) return;
+      throw_closed(message.peer);
+    }
+  }
+}
+
+void SharedTransport::help() {
+  while (true) {
+    const auto seen = look(me_.helper);
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_) return;
+      if (advance()) ring(me_.bell);
+    }
+    sleep_on(me_.helper, seen, milliseconds(60'000));
+  }
+}
+
+void SharedTransport::abort() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) return;
+    aborted_ = true;
+    stopping_ = true;
+    for (auto& inbox : in_) inbox.abandon();
+  }
+  ring(me_.helper);
+  helper_.join();
+  let_go();
+  word(me_.closed).store(1, std::memory_order_seq_cst);
+  for (int r = 0; r < group_.size; ++r) {
+    if (r != group_.rank) ring(seat(r).bell);
+  }
+}
+
+// Tensors that peers may be reading must outlive that: a moment for a living peer, for ever if it is stopped in the middle.
+void SharedTransport::let_go() noexcept {
+  for (int r = 0; r < group_.size; ++r) {
+    if (r == group_.rank) continue;
+    const auto end = Clock::now() + kLastReader;
+    const bool thread = group_.peers[static_cast<std::size_t>(r)].same_process;
+    while (true) {
+      const auto seen = look(me_.bell);
+      if (out(r).revoke() || has_died(r)) break;
+      if (!thread && Clock::now() > end) break;
+      sleep_on(me_.bell, seen, milliseconds(10));
+    }
+    out(r).abandon(!has_died(r));
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> make_shared_transport(SharedGroup group) {
+  return std::make_unique<SharedTransport>(std::move(group));
+}
+
+}  // namespace hyper_parallel
