@@ -23,4 +23,10 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/module.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/walk.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/adamw.h
-  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/clip_grad.h)
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/clip_grad.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/ema.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/flat_optimizer.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/grad_scaler.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/lr_schedule.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/muon.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/sgd.h)

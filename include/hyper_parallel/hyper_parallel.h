@@ -15,3 +15,9 @@
 #include <hyper_parallel/nn/module.h>
 #include <hyper_parallel/optim/adamw.h>
 #include <hyper_parallel/optim/clip_grad.h>
+#include <hyper_parallel/optim/ema.h>
+#include <hyper_parallel/optim/flat_optimizer.h>
+#include <hyper_parallel/optim/grad_scaler.h>
+#include <hyper_parallel/optim/lr_schedule.h>
+#include <hyper_parallel/optim/muon.h>
+#include <hyper_parallel/optim/sgd.h>

@@ -71,8 +71,8 @@ std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
       for (std::size_t i = 0; i < group->parameters().size(); ++i) {
         ManagedParameter& parameter = group->parameters()[i];
         const ParameterSlice& slice = group->layout().slice(i, rank);
-        result.parameters.push_back({unit->qualified(parameter), parameter.sharded, group->gradient(parameter),
-                                     parameter.full_shape, slice.shard_offset, slice.numel});
+        result.parameters.push_back({unit->qualified(parameter), parameter.sharded, parameter.full_shape, slice.shard_offset,
+                                     slice.numel, group->gradient(parameter)});
       }
     }
   }

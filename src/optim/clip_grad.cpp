@@ -14,31 +14,37 @@
 namespace hyper_parallel {
 namespace {
 
-constexpr std::string_view kOp = "clip_grad_norm_";
-
-double combine(double a, double b, bool largest) {
-  if (!largest) return a + b;
-  return std::isnan(a) || std::isnan(b) ? std::nan("") : std::max(a, b);
-}
-
 /// The sum over the ranks that hold different shards; replicas hold the same.
-double over_ranks(const Comm& comm, double value, bool largest, const at::TensorOptions& options) {
+double over_ranks(const Comm& comm, double value, double p, const at::TensorOptions& options) {
   if (comm.size() == 1) return value;
   const at::Tensor scalar = at::empty({1}, options.dtype(at::kDouble)).fill_(value);
-  comm.all_reduce(scalar, {.op = largest ? ReduceOp::kMax : ReduceOp::kSum, .label = kOp}).wait();
+  comm.all_reduce(scalar, {.op = std::isinf(p) ? ReduceOp::kMax : ReduceOp::kSum, .label = "total norm"}).wait();
   return scalar.item<double>();
 }
 
-}  // namespace
+double power_sum_of(const at::Tensor& tensor, double p) {
+  const at::Tensor grad = tensor.is_floating_point() ? tensor.contiguous().cpu() : tensor.to(at::kDouble).contiguous().cpu();
+  return optim::power_sum(optim::values_of(grad), grad.numel(), p);
+}
 
-double clip_grad_norm_(const fsdp::UnitHandle& root, double max_norm, const ClipGradOptions& options) {
-  check_value(max_norm >= 0, kOp, "max_norm is ", max_norm, ", want at least 0");
-  check_value(options.norm_type > 0, kOp, "norm_type is ", options.norm_type, ", want a positive number or infinity");
-  const trace::Span span("clip");
+/// Calls f for every gradient of the tree and of the plain parameters.
+template <class F>
+void for_each_gradient(const fsdp::UnitHandle& root, const ClipGradOptions& options, F&& f) {
   at::NoGradGuard no_grad;
-  const double p = options.norm_type;
-  const bool largest = std::isinf(p);
+  for (const fsdp::ShardedGroup& group : root.groups()) {
+    for (const auto& parameter : group.parameters) {
+      if (parameter.grad.defined() && parameter.grad.numel() > 0) f(parameter.grad);
+    }
+  }
+  for (const at::Tensor& parameter : options.plain_parameters) {
+    if (parameter.grad().defined()) f(parameter.grad());
+  }
+}
 
+double total_norm(std::string_view op, const fsdp::UnitHandle& root, const ClipGradOptions& options) {
+  const double p = options.norm_type;
+  check_value(p > 0, op, "norm_type is ", p, ", want a positive number or infinity");
+  at::NoGradGuard no_grad;
   const std::vector<fsdp::ShardedGroup> groups = root.groups();
   std::vector<std::pair<const fsdp::ShardedGroup*, double>> by_comm;  // one entry for each distinct set of ranks, in order
   for (const fsdp::ShardedGroup& group : groups) {
@@ -46,31 +52,45 @@ double clip_grad_norm_(const fsdp::UnitHandle& root, double max_norm, const Clip
                               [&](const auto& e) { return e.first->shard_comm.ranks() == group.shard_comm.ranks(); });
     if (entry == by_comm.end()) entry = by_comm.insert(by_comm.end(), {&group, 0.0});
     for (const auto& parameter : group.parameters) {
-      const at::Tensor& grad = parameter.sharded.grad();
-      if (grad.defined()) entry->second = combine(entry->second, optim::power_sum(grad, p), largest);
+      if (parameter.grad.defined()) entry->second = optim::combine_powers(entry->second, power_sum_of(parameter.grad, p), p);
     }
   }
   double total = 0;
   for (const auto& [group, local] : by_comm)
-    total = combine(total, over_ranks(group->shard_comm, local, largest, group->shard.options()), largest);
+    total = optim::combine_powers(total, over_ranks(group->shard_comm, local, p, group->shard.options()), p);
   for (const at::Tensor& parameter : options.plain_parameters) {
-    if (parameter.grad().defined()) total = combine(total, optim::power_sum(parameter.grad(), p), largest);
+    if (parameter.grad().defined()) total = optim::combine_powers(total, power_sum_of(parameter.grad(), p), p);
   }
-  const double norm = largest ? total : std::pow(total, 1.0 / p);
+  const double norm = std::isinf(p) ? total : std::pow(total, 1.0 / p);
   if (options.error_if_nonfinite && !std::isfinite(norm))
-    throw Error(concat('[', kOp, "] the norm of the gradients is ", norm, ", want a finite number"));
-
-  const double factor = max_norm / (norm + 1e-6);
-  if (factor >= 1.0) return norm;
-  for (const fsdp::ShardedGroup& group : groups) {
-    for (const auto& parameter : group.parameters) {
-      if (parameter.sharded.grad().defined()) parameter.sharded.grad().mul_(factor);
-    }
-  }
-  for (const at::Tensor& parameter : options.plain_parameters) {
-    if (parameter.grad().defined()) parameter.grad().mul_(factor);
-  }
+    throw Error(concat('[', op, "] the norm of the gradients is ", norm, ", want a finite number"));
   return norm;
+}
+
+}  // namespace
+
+double get_total_norm(const fsdp::UnitHandle& root, const ClipGradOptions& options) {
+  return total_norm("get_total_norm", root, options);
+}
+
+double clip_grad_norm_(const fsdp::UnitHandle& root, double max_norm, const ClipGradOptions& options) {
+  const trace::Span span("clip");
+  check_value(max_norm >= 0, "clip_grad_norm_", "max_norm is ", max_norm, ", want at least 0");
+  const double norm = total_norm("clip_grad_norm_", root, options);
+  clip_grads_with_norm_(root, max_norm, norm, options);
+  return norm;
+}
+
+void clip_grads_with_norm_(const fsdp::UnitHandle& root, double max_norm, double total_norm, const ClipGradOptions& options) {
+  check_value(max_norm >= 0, "clip_grads_with_norm_", "max_norm is ", max_norm, ", want at least 0");
+  const double factor = max_norm / (total_norm + 1e-6);
+  if (factor >= 1.0) return;
+  for_each_gradient(root, options, [&](const at::Tensor& grad) { grad.mul_(factor); });
+}
+
+void clip_grad_value_(const fsdp::UnitHandle& root, double clip_value, const ClipGradOptions& options) {
+  check_value(clip_value >= 0, "clip_grad_value_", "clip_value is ", clip_value, ", want at least 0");
+  for_each_gradient(root, options, [&](const at::Tensor& grad) { grad.clamp_(-clip_value, clip_value); });
 }
 
 }  // namespace hyper_parallel

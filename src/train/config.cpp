@@ -132,6 +132,8 @@ void check_consistency(const Config& c) {
               ", want at most model.max_seq_len = ", m.max_seq_len, " (", c.where("data.seq_len"), ")");
   check_value(c.train.max_steps > 0 || c.train.max_seconds > 0, "config",
               "train.max_steps and train.max_seconds are both 0, want at least one limit (", c.where("train.max_steps"), ")");
+  check_value(c.optim.optimizer != "sgd" || !c.optim.nesterov || c.optim.momentum > 0, "config",
+              "optim.nesterov = true, want optim.momentum above 0 with it, or false (", c.where("optim.momentum"), ")");
   check_value(c.parallel.dp_shard != 0, "config", "parallel.dp_shard = 0, want -1 or an integer >= 1 (",
               c.where("parallel.dp_shard"), ")");
   check_value(c.log.name.find('/') == std::string::npos && c.log.name != "." && c.log.name != "..", "config", "log.name = \"",

@@ -45,13 +45,24 @@ void add_data_and_train(std::vector<Field>& fields, DataConfig& d, LoopConfig& t
 }
 
 void add_optim(std::vector<Field>& fields, OptimConfig& o) {
+  fields.push_back({"optim", "optimizer", &o.optimizer, "muon: Muon for the matrices of the blocks, AdamW for the rest",
+                    one_of({"adamw", "sgd", "muon"})});
   fields.push_back({"optim", "lr", &o.lr, "peak learning rate", {.min = 0, .max = 1e3, .above = true}});
-  fields.push_back({"optim", "min_lr_ratio", &o.min_lr_ratio, "the cosine ends at lr times this", real(0, 1)});
+  fields.push_back({"optim", "schedule", &o.schedule, "how the rate falls after the warm-up (wsd: constant, then straight down)",
+                    one_of({"cosine", "linear", "constant", "wsd"})});
+  fields.push_back({"optim", "min_lr_ratio", &o.min_lr_ratio, "the schedule ends at lr times this", real(0, 1)});
+  fields.push_back({"optim",
+                    "decay_share",
+                    &o.decay_share,
+                    "wsd: share of the run after the warm-up in which the rate falls",
+                    {.min = 0, .max = 1, .above = true}});
   fields.push_back({"optim", "warmup_steps", &o.warmup_steps, "steps of linear warm-up", at_least(0)});
   fields.push_back({"optim", "beta1", &o.beta1, "AdamW: decay of the first moment", real(0, 0.999999)});
   fields.push_back({"optim", "beta2", &o.beta2, "AdamW: decay of the second moment", real(0, 0.999999)});
   fields.push_back({"optim", "eps", &o.eps, "AdamW: added to the root of the second moment", positive()});
-  fields.push_back({"optim", "weight_decay", &o.weight_decay, "AdamW: decoupled weight decay of the matrices", real(0, 10)});
+  fields.push_back({"optim", "momentum", &o.momentum, "SGD and Muon: decay of the momentum", real(0, 0.999999)});
+  fields.push_back({"optim", "nesterov", &o.nesterov, "SGD and Muon: look ahead along the momentum"});
+  fields.push_back({"optim", "weight_decay", &o.weight_decay, "of the matrices (decoupled, but for SGD)", real(0, 10)});
   fields.push_back({"optim", "clip_norm", &o.clip_norm, "largest gradient norm (0: no clipping)", real(0, 1e9)});
 }
 

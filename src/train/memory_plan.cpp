@@ -37,11 +37,21 @@ std::int64_t parameter_count(const ModelConfig& model) {
   return count;
 }
 
-std::int64_t MemoryPlan::total() const { return engine.shards + engine.gradients + engine.pool + optimizer_state + activations; }
+std::int64_t MemoryPlan::total() const {
+  return engine.shards + engine.gradients + engine.pool + engine.optimizer_state + activations;
+}
+
+std::int64_t optimizer_bytes(const Config& config) {
+  const ModelConfig& m = config.model;
+  const OptimConfig& o = config.optim;
+  const std::int64_t count = parameter_count(m);
+  if (o.optimizer == "sgd") return o.momentum > 0 ? 4 * count : 0;
+  const std::int64_t matrices = m.n_layers * (2 * m.dim * m.dim + 2 * m.dim * kv_dim(m) + 3 * m.dim * m.ffn_dim);
+  return o.optimizer == "muon" ? 4 * (2 * count - matrices) : 8 * count;  // Muon: one momentum instead of two moments
+}
 
 MemoryPlan plan_memory(const Config& config, const BatchPlan& batches, const EngineBytes& engine) {
   MemoryPlan plan{.engine = engine};
-  plan.optimizer_state = 2 * engine.shards;
   plan.activations = activation_bytes(config, batches.micro_batch * config.data.seq_len);
   return plan;
 }

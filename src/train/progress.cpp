@@ -53,10 +53,10 @@ std::string memory_table(const Config& config, const BatchPlan& batches, const E
                       batches.dp_shard, batches.dp_replicate);
   const std::pair<const char*, std::int64_t> rows[] = {
       {"parameter shards", engine.shards},          {"gradient shards", engine.gradients},
-      {"AdamW moments", plan.optimizer_state},      {"gather and reduce buffers", engine.pool},
+      {"optimizer state", engine.optimizer_state},  {"gather and reduce buffers", engine.pool},
       {"activations (estimate)", plan.activations}, {"total, without torch itself", plan.total()}};
   for (const auto& [name, bytes] : rows) text += fmt::format("  {:<28} {:>10}\n", name, format_bytes(bytes));
-  const std::int64_t whole = 4 * count * 4 + plan.activations;
+  const std::int64_t whole = 2 * 4 * count + optimizer_bytes(config) + plan.activations;
   text += fmt::format("  {:<28} {:>10}\n", "the same without sharding", format_bytes(whole));
   return text;
 }

@@ -1,8 +1,6 @@
 #include <hyper_parallel/train/schedule.h>
 
 #include <algorithm>
-#include <cmath>
-#include <numbers>
 
 namespace hyper_parallel::train {
 
@@ -17,8 +15,7 @@ double Schedule::at(std::int64_t step, double seconds, double warmup_seconds) co
   double share = 0;
   if (max_steps > warmup_steps) share = static_cast<double>(step - warmup_steps) / static_cast<double>(max_steps - warmup_steps);
   if (max_seconds > warmup_seconds) share = std::max(share, (seconds - warmup_seconds) / (max_seconds - warmup_seconds));
-  share = std::clamp(share, 0.0, 1.0);
-  return lr * (min_ratio + (1 - min_ratio) * 0.5 * (1 + std::cos(std::numbers::pi * share)));
+  return lr * optim::LrSchedule{.shape = shape, .min_ratio = min_ratio, .decay_share = decay_share}.after_warmup(share);
 }
 
 }  // namespace hyper_parallel::train

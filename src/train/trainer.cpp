@@ -13,6 +13,8 @@
 #include <hyper_parallel/mesh/device_mesh.h>
 #include <hyper_parallel/optim/adamw.h>
 #include <hyper_parallel/optim/clip_grad.h>
+#include <hyper_parallel/optim/muon.h>
+#include <hyper_parallel/optim/sgd.h>
 #include <hyper_parallel/train/agree.h>
 #include <hyper_parallel/train/generate.h>
 #include <hyper_parallel/train/loss_plot.h>
@@ -42,6 +44,28 @@ FullyShardOptions shard_options(const Config& config, const DeviceMesh& mesh) {
                        .reduce_dtype = dtype_of(config.precision.reduce_dtype)};
   options.shard_layout = config.parallel.layout == "ragged" ? ShardLayout::kRagged : ShardLayout::kPerParameter;
   return options;
+}
+
+/// Weight decay for matrices only; Muon with the update size of AdamW, so that one rate serves both.
+std::unique_ptr<optim::FlatOptimizer> make_optimizer(const OptimConfig& o, const HSDPModule& root) {
+  const optim::ParameterPredicate is_matrix = [](const std::string&, const std::vector<std::int64_t>& shape) {
+    return shape.size() > 1;
+  };
+  const optim::AdamWOptions adamw{
+      .lr = o.lr, .betas = {o.beta1, o.beta2}, .eps = o.eps, .weight_decay = o.weight_decay, .decays = is_matrix};
+  if (o.optimizer == "adamw") return std::make_unique<optim::AdamW>(root, adamw);
+  if (o.optimizer == "sgd") {
+    const optim::SGDOptions sgd{
+        .lr = o.lr, .momentum = o.momentum, .weight_decay = o.weight_decay, .nesterov = o.nesterov, .decays = is_matrix};
+    return std::make_unique<optim::SGD>(root, sgd);
+  }
+  optim::MuonOptions muon{.lr = o.lr, .weight_decay = o.weight_decay, .momentum = o.momentum, .nesterov = o.nesterov};
+  muon.adjust_lr_fn = optim::MuonLr::kMatchRmsAdamW;
+  muon.matrices = [](const std::string& name, const std::vector<std::int64_t>& shape) {
+    return name.starts_with("layers.") && shape.size() == 2;
+  };
+  muon.adamw = adamw;
+  return std::make_unique<optim::Muon>(root, muon);
 }
 
 DeviceMesh make_mesh(const BatchPlan& plan) {
@@ -87,7 +111,9 @@ class Trainer {
         world_(world),
         comm_(world.comm()),
         schedule_{.lr = config.optim.lr,
+                  .shape = optim::lr_shape(config.optim.schedule),
                   .min_ratio = config.optim.min_lr_ratio,
+                  .decay_share = config.optim.decay_share,
                   .warmup_steps = config.optim.warmup_steps,
                   .max_steps = config.train.max_steps,
                   .max_seconds = config.train.max_seconds},
@@ -138,7 +164,7 @@ class Trainer {
   MetricsFile metrics_;
   Llama model_{nullptr};
   HSDPModule root_;
-  std::optional<optim::AdamW> optimizer_;
+  std::unique_ptr<optim::FlatOptimizer> optimizer_;
   LossPlot plot_;
   TrainResult result_;
   Clock::time_point loop_begin_;
@@ -164,16 +190,13 @@ void Trainer::announce() {
   progress_.print(concat("Batch      ", config_.train.batch_size, " sequences of ", config_.data.seq_len, " tokens = ",
                          world_.size(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
   const fsdp::MemoryUse engine = root_.plan_memory({.local = plan_.accumulation > 1});
-  progress_.print(memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool}));
+  progress_.print(memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool, optimizer_->state_bytes()}));
 }
 
 void Trainer::build() {
   model_ = Llama(config_.model, static_cast<std::uint64_t>(config_.train.seed));
   root_ = fully_shard_llama(model_, shard_options(config_, make_mesh(plan_)));
-  const OptimConfig& o = config_.optim;
-  optim::AdamWOptions options{.lr = o.lr, .betas = {o.beta1, o.beta2}, .eps = o.eps, .weight_decay = o.weight_decay};
-  options.decays = [](const std::string&, const std::vector<std::int64_t>& shape) { return shape.size() > 1; };
-  optimizer_.emplace(root_, options);
+  optimizer_ = make_optimizer(config_.optim, root_);
 }
 
 Batch Trainer::next_batch() {

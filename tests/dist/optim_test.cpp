@@ -1,4 +1,4 @@
-// Our AdamW and clipping give the numbers of torch's, on every number of ranks.
+// Our AdamW gives the numbers of torch's, on every number of ranks.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -97,67 +97,6 @@ TEST(AdamW, Errors) {
     EXPECT_THAT([&] { optim::AdamW(root, {.eps = -1}); }, ThrowsMessage<ValueError>(HasSubstr("eps is -1")));
     EXPECT_THAT([&] { optim::AdamW(root, {.weight_decay = -1}); }, ThrowsMessage<ValueError>(HasSubstr("weight_decay is -1")));
     EXPECT_THAT([&] { optim::AdamW(fsdp::UnitHandle{}); }, ThrowsMessage<ValueError>(HasSubstr("root is empty")));
-  });
-}
-
-TEST(ClipGradNorm, EqualsTorch) {
-  for (const double p : {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()}) {
-    for (const double max_norm : {0.05, 1e6}) {
-      Net plain = make_net();
-      const Batch batch = make_batch(12, 1);
-      net_loss(plain(batch.tokens), batch.targets).backward();
-      // The tied weight has two names: clip each tensor once.
-      std::vector<torch::Tensor> parameters;
-      for (auto& entry : plain->named_parameters()) {
-        if (entry.key() != "head.weight") parameters.push_back(entry.value());
-      }
-      const double want = torch::nn::utils::clip_grad_norm_(parameters, max_norm, p);
-      for (const std::vector<int64_t>& mesh : {std::vector<int64_t>{1}, {2}, {3}, {2, 2}}) {
-        const int world = ranks_of(mesh);
-        run_ranks(world, [&](int rank) {
-          for (const auto layout : kLayouts) {
-            Net net = make_net();
-            const HSDPModule root = shard_net(net, on_mesh(mesh, layout));
-            const Batch mine = batch.part(rank, world);
-            net_loss(net(mine.tokens), mine.targets).backward();
-            EXPECT_NEAR(clip_grad_norm_(root, max_norm, {.norm_type = p}), want, 1e-5 * want);
-            Tensors gradients = plain_gradients(*plain);
-            gradients.erase("head.weight");
-            EXPECT_LT(relative_difference(full_gradients(root), gradients), 2e-5);
-          }
-        });
-      }
-    }
-  }
-}
-
-/// Parameters outside of the tree are counted once (B38), and every rank gets the same plain number (B39).
-TEST(ClipGradNorm, PlainParametersAndEqualNumbers) {
-  run_ranks(3, [] {
-    nn::Linear layer(torch::nn::LinearOptions(5, 4).bias(false));
-    const HSDPModule root = fully_shard(layer, on_all(ShardLayout::kPerParameter));
-    layer(torch::ones({1, 5})).sum().backward();  // gradient: 20 ones
-    torch::Tensor plain = torch::ones({16}).set_requires_grad(true);
-    plain.mutable_grad() = torch::ones({16});
-    const double norm = clip_grad_norm_(root, 3.0, {.plain_parameters = {plain}});
-    EXPECT_DOUBLE_EQ(norm, 6.0);
-    EXPECT_NEAR(plain.grad()[0].item<double>(), 0.5, 1e-6);
-    for (const std::string& other : current_world().comm().all_gather_string(std::to_string(norm)))
-      EXPECT_EQ(other, std::to_string(norm));
-  });
-}
-
-TEST(ClipGradNorm, Errors) {
-  run_ranks(2, [](int rank) {
-    nn::Linear layer(torch::nn::LinearOptions(4, 4).bias(false));
-    const HSDPModule root = fully_shard(layer, on_all(ShardLayout::kPerParameter));
-    EXPECT_THAT([&] { clip_grad_norm_(root, -1); }, ThrowsMessage<ValueError>(HasSubstr("max_norm is -1")));
-    EXPECT_THAT([&] { clip_grad_norm_(root, 1, {.norm_type = 0}); }, ThrowsMessage<ValueError>(HasSubstr("norm_type is 0")));
-    layer(torch::full({1, 4}, rank == 0 ? INFINITY : 1.0F)).sum().backward();
-    const Tensors before = full_gradients(root);
-    EXPECT_THAT([&] { clip_grad_norm_(root, 1, {.error_if_nonfinite = true}); },
-                ThrowsMessage<Error>(HasSubstr("want a finite number")));
-    EXPECT_TRUE(torch::equal(full_gradients(root).at("weight"), before.at("weight"))) << "nothing was scaled";
   });
 }
 

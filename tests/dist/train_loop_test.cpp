@@ -104,6 +104,24 @@ TEST_F(TrainLoop, TiedHeadAndBfloat16) {
   EXPECT_NEAR(bf16.val_loss_end, train(config("f1"), 1).val_loss_end, 5e-2);
 }
 
+TEST_F(TrainLoop, EveryOptimizerAndScheduleLearnsAlikeOnAllWorlds) {
+  struct Case {
+    const char *optimizer, *schedule, *lr;
+  };
+  for (const Case& c : {Case{"sgd", "linear", "0.1"}, Case{"muon", "wsd", "1e-2"}, Case{"adamw", "constant", "1e-2"}}) {
+    const std::vector<Override> more = {
+        {"optim.optimizer", c.optimizer}, {"optim.schedule", c.schedule}, {"optim.lr", c.lr}, {"optim.min_lr_ratio", "0"}};
+    const TrainResult one = train(config("o1", more), 1);
+    EXPECT_LT(one.val_loss_end, one.val_loss_start - 0.3) << c.optimizer;
+    const double last = std::string(c.schedule) == "constant" ? 1 : std::string(c.schedule) == "wsd" ? 1 : 0.2;
+    EXPECT_NEAR(one.history.back().lr, last * std::stod(c.lr), 1e-12) << c.schedule;
+    expect_same_curve(train(config("o2", more), 2), one, 2e-5);
+    std::vector<Override> replicated = more;
+    replicated.emplace_back("parallel.dp_replicate", "2");
+    expect_same_curve(train(config("o4", replicated), 4), one, 2e-5);
+  }
+}
+
 TEST_F(TrainLoop, RepeatsBitForBit) {
   const TrainResult a = train(config("a"), 2), b = train(config("b"), 2);
   expect_same_curve(a, b, 0.0);

@@ -95,6 +95,11 @@ TEST(TrainConfig, BadValuesSayWhatIsWanted) {
   EXPECT_EQ(message_of("[model]\ntied = 1\n"), "[config] model.tied = 1, want true or false (a.toml:2)");
   EXPECT_EQ(message_of("[optim]\nlr = -1\n"), "[config] optim.lr = -1, want a number > 0 and <= 1000 (a.toml:2)");
   EXPECT_THAT(message_of("[optim]\nlr = nan\n"), HasSubstr("want a number"));
+  EXPECT_THAT(message_of("[optim]\noptimizer = \"lion\"\n"), HasSubstr("want one of adamw, sgd, muon (a.toml:2)"));
+  EXPECT_THAT(message_of("[optim]\nschedule = \"step\"\n"), HasSubstr("want one of cosine, linear, constant, wsd (a.toml:2)"));
+  EXPECT_THAT(message_of("[optim]\ndecay_share = 0\n"), HasSubstr("want a number > 0 and <= 1"));
+  EXPECT_THAT(message_of("[optim]\noptimizer = \"sgd\"\nmomentum = 0\n"),
+              HasSubstr("optim.nesterov = true, want optim.momentum above 0 with it, or false (a.toml:3)"));
   EXPECT_THAT(message_of("[optim]\nweight_decay = inf\n"), HasSubstr("want a number"));
   EXPECT_EQ(message_of("[parallel]\nlayout = \"flat\"\n"),
             "[config] parallel.layout = \"flat\", want one of ragged, per_parameter (a.toml:2)");

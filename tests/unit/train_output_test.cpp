@@ -44,6 +44,18 @@ TEST(ScheduleTest, ATimeBudgetAnnealsToo) {
   EXPECT_DOUBLE_EQ(both.progress(70, 50), 0.7);
 }
 
+TEST(ScheduleTest, OtherShapesFollowStepsAndTime) {
+  Schedule s{.lr = 2.0, .shape = optim::LrShape::kLinear, .min_ratio = 0.5, .max_steps = 100, .max_seconds = 10};
+  EXPECT_DOUBLE_EQ(s.at(50, 1), 1.5);
+  EXPECT_DOUBLE_EQ(s.at(50, 8), 1.2);
+  s.shape = optim::LrShape::kConstant;
+  EXPECT_DOUBLE_EQ(s.at(99, 9.9), 2.0);
+  s.shape = optim::LrShape::kWsd;
+  s.decay_share = 0.5;
+  EXPECT_DOUBLE_EQ(s.at(49, 1), 2.0);
+  EXPECT_DOUBLE_EQ(s.at(75, 1), 1.5);
+}
+
 TEST(MemoryPlanTest, CountsTheDecoder) {
   const ModelConfig m{.dim = 8, .n_layers = 3, .n_heads = 2, .n_kv_heads = 1, .ffn_dim = 12, .vocab_size = 256};
   // Norms 2 * 8; q and o 2 * 64; k and v 2 * 8 * 4; three matrices of 8 * 12.
@@ -61,12 +73,22 @@ TEST(MemoryPlanTest, CountsTheDecoder) {
 
 TEST(MemoryPlanTest, AddsUp) {
   Config c;
-  const MemoryPlan plan = plan_memory(c, {.dp_shard = 2, .micro_batch = 8}, {.shards = 1000, .gradients = 1000, .pool = 300});
-  EXPECT_EQ(plan.optimizer_state, 2000);
+  const EngineBytes engine{.shards = 1000, .gradients = 1000, .pool = 300, .optimizer_state = 2000};
+  const MemoryPlan plan = plan_memory(c, {.dp_shard = 2, .micro_batch = 8}, engine);
   EXPECT_GT(plan.activations, 8 * c.data.seq_len * c.model.vocab_size * 8);
   EXPECT_EQ(plan.total(), 1000 + 1000 + 300 + 2000 + plan.activations);
   c.precision.param_dtype = "bfloat16";
   EXPECT_LT(plan_memory(c, {.dp_shard = 2, .micro_batch = 8}, {}).activations, plan.activations);
+
+  c.model = {.dim = 8, .n_layers = 3, .n_heads = 2, .n_kv_heads = 1, .ffn_dim = 12, .vocab_size = 256};
+  const std::int64_t matrices = 3 * (128 + 64 + 288), count = parameter_count(c.model);
+  EXPECT_EQ(optimizer_bytes(c), 8 * count);
+  c.optim.optimizer = "sgd";
+  EXPECT_EQ(optimizer_bytes(c), 4 * count);
+  c.optim.momentum = 0;
+  EXPECT_EQ(optimizer_bytes(c), 0);
+  c.optim.optimizer = "muon";
+  EXPECT_EQ(optimizer_bytes(c), 8 * (count - matrices) + 4 * matrices);
 }
 
 TEST(Format, Numbers) {
@@ -91,7 +113,7 @@ TEST(Format, TablesNameEverySettingAndItsSource) {
   EXPECT_THAT(table, ::testing::ContainsRegex("lr +0.5 +command line\n"));
   const std::string memory = memory_table(c, plan_batches(c, 2), {.shards = 1000, .gradients = 1000, .pool = 300});
   EXPECT_THAT(memory, HasSubstr("one of 2 ranks (2 shards x 1 replicas)"));
-  EXPECT_THAT(memory, HasSubstr("AdamW moments"));
+  EXPECT_THAT(memory, HasSubstr("optimizer state"));
 }
 
 StepMetrics example() {

@@ -38,10 +38,10 @@ struct ParameterSlot {
 struct ShardedParameter {
   std::string name;                      ///< fully qualified below the outermost unit
   at::Tensor sharded;                    ///< leaf: this rank's part, master dtype, possibly with zero elements
-  at::Tensor grad;                       ///< its gradient, `.grad` or fp32 main gradient; undefined without one
   std::vector<std::int64_t> full_shape;  ///< shape of the whole parameter
   std::int64_t offset = 0;               ///< first element in the group's flat shard
   std::int64_t numel = 0;                ///< elements of this rank's part
+  at::Tensor grad = {};                  ///< this rank's part of its gradient: `.grad` or fp32 main gradient; undefined without one
 };
 
 /// The flat shard of the parameters of one unit that share a master dtype and trainability. A snapshot: ask for it again in each

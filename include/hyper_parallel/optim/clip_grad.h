@@ -1,4 +1,5 @@
 #pragma once
+// Norm and clipping of the gradients of a unit tree.
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -14,11 +15,27 @@ struct ClipGradOptions {
   std::vector<at::Tensor> plain_parameters = {};
 };
 
+/// The norm of all gradients of all ranks together (never a local part): a plain number, equal on all ranks, and equal to that
+/// of a single-process run up to rounding. Sums run in fp64 from gradients of any dtype.
+///
+/// Collective: one all-reduce of one number for each distinct shard group of more than one rank, in the order of the tree. Units
+/// may lie on different meshes; replicas and padding count once or not at all. The groups of all units must hold the same
+/// parameters cut their own way: ranks that hold other parameters altogether (pipeline stages) are not added.
+/// ValueError: norm_type not positive. Error: see error_if_nonfinite.
+[[nodiscard]] HP_API double get_total_norm(const fsdp::UnitHandle& root, const ClipGradOptions& options = {});
+
 /// Scales all gradients of the tree in place so that their norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does.
 ///
-/// Collective: one all-reduce of one number for each distinct shard group. \return the norm before clipping, of all gradients of
-/// all ranks together (never a local part), equal on all ranks and to a single-process run up to rounding. Sums run in fp64.
-/// ValueError: max_norm negative or NaN, norm_type not positive. Error: see error_if_nonfinite.
+/// Collective as get_total_norm. \return the norm before clipping. A norm that is NaN makes all gradients NaN, on every rank
+/// alike. ValueError: max_norm negative or NaN, norm_type not positive. Error: see error_if_nonfinite.
 HP_API double clip_grad_norm_(const fsdp::UnitHandle& root, double max_norm, const ClipGradOptions& options = {});
+
+/// The scaling of clip_grad_norm_ for a norm that is known. Local. ValueError: max_norm negative or NaN.
+HP_API void clip_grads_with_norm_(const fsdp::UnitHandle& root, double max_norm, double total_norm,
+                                  const ClipGradOptions& options = {});
+
+/// Limits every element of every gradient to [-clip_value, clip_value]. Local; of the options only plain_parameters counts.
+/// ValueError: clip_value negative or NaN.
+HP_API void clip_grad_value_(const fsdp::UnitHandle& root, double clip_value, const ClipGradOptions& options = {});
 
 }  // namespace hyper_parallel

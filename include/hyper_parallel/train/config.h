@@ -45,14 +45,19 @@ struct LoopConfig {
   std::string trace_steps = "3-5";    ///< which steps it covers: one, first-last, or all
 };
 
-/// [optim]: AdamW, its schedule, and gradient clipping.
+/// [optim]: the optimizer, its schedule, and gradient clipping.
 struct OptimConfig {
+  std::string optimizer = "adamw";  ///< "adamw", "sgd", or "muon": Muon for the matrices of the blocks, AdamW for the rest
   double lr = 3e-4;
-  double min_lr_ratio = 0.1;  ///< the cosine ends at lr * min_lr_ratio
+  std::string schedule = "cosine";  ///< "cosine", "linear", "constant", "wsd"
+  double min_lr_ratio = 0.1;        ///< the schedule ends at lr * min_lr_ratio
+  double decay_share = 0.2;         ///< wsd: share of the run after the warm-up in which the rate falls
   std::int64_t warmup_steps = 50;
   double beta1 = 0.9;
   double beta2 = 0.95;
   double eps = 1e-8;
+  double momentum = 0.95;  ///< SGD and Muon
+  bool nesterov = true;    ///< SGD and Muon
   double weight_decay = 0.1;
   double clip_norm = 1.0;  ///< 0: measure the gradient norm only
 };

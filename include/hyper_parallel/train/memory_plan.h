@@ -18,21 +18,24 @@ struct UnitSize {
 [[nodiscard]] std::vector<UnitSize> llama_units(const ModelConfig& model);
 [[nodiscard]] std::int64_t parameter_count(const ModelConfig& model);
 
-/// What the engine says that it will hold: fsdp::UnitHandle::plan_memory, without its header.
+/// What engine and optimizer say that they will hold: fsdp::UnitHandle::plan_memory and optim::FlatOptimizer::state_bytes,
+/// without their headers.
 struct EngineBytes {
   std::int64_t shards = 0;
   std::int64_t gradients = 0;
   std::int64_t pool = 0;
+  std::int64_t optimizer_state = 0;
 };
 
 /// Bytes of one rank. Exact but for the activations.
 struct MemoryPlan {
   EngineBytes engine;
-  std::int64_t optimizer_state = 0;  ///< two moments
-  std::int64_t activations = 0;      ///< estimate: saved for backward by one micro-batch, and the logits
+  std::int64_t activations = 0;  ///< estimate: saved for backward by one micro-batch, and the logits
   [[nodiscard]] std::int64_t total() const;
 };
 
+/// Bytes of the optimizer's state for the whole model, without sharding and without the buffers of Muon.
+[[nodiscard]] std::int64_t optimizer_bytes(const Config& config);
 [[nodiscard]] MemoryPlan plan_memory(const Config& config, const BatchPlan& batches, const EngineBytes& engine);
 
 }  // namespace hyper_parallel::train

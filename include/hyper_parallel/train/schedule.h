@@ -1,16 +1,20 @@
 #pragma once
-// Learning rate: linear warm-up, then a cosine. Torch-free.
+// Learning rate of a run that ends after steps or after seconds. Torch-free.
 #include <cstdint>
+
+#include <hyper_parallel/optim/lr_schedule.h>
 
 namespace hyper_parallel::train {
 
-/// Linear warm-up over `warmup_steps`, then half a cosine (Loshchilov and Hutter, SGDR) from `lr` to `lr * min_ratio`.
+/// Linear warm-up over `warmup_steps`, then from `lr` along `shape` (see optim::LrShape) to `lr * min_ratio`.
 ///
-/// The cosine runs over what is left of `max_steps`, or of `max_seconds` when that ends sooner, so that a run with a time budget
+/// The shape runs over what is left of `max_steps`, or of `max_seconds` when that ends sooner, so that a run with a time budget
 /// anneals as well. Thread safety: a plain value.
 struct Schedule {
   double lr = 3e-4;
+  optim::LrShape shape = optim::LrShape::kCosine;  ///< but for kInverseSqrt, which has no end
   double min_ratio = 0.1;
+  double decay_share = 0.2;  ///< kWsd: the part of the run after the warm-up in which the rate falls
   std::int64_t warmup_steps = 0;
   std::int64_t max_steps = 0;  ///< 0: no limit
   double max_seconds = 0;      ///< 0: no limit

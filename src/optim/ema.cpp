@@ -1,0 +1,106 @@
+#include <hyper_parallel/optim/ema.h>
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+
+#include "optim/kernels.h"
+
+namespace hyper_parallel {
+
+Ema::Ema(const fsdp::UnitHandle& root, EmaOptions options) : root_(root), options_(options) {
+  check_value(root_.defined(), "Ema", "root is empty, want the handle that fully_shard returned");
+  check_value(options_.decay >= 0 && options_.decay <= 1, "Ema", "decay is ", options_.decay, ", want 0 to 1");
+  check_value(!options_.dtype || c10::isFloatingType(*options_.dtype), "Ema", "dtype is ", *options_.dtype,
+              ", want a floating-point one");
+  at::NoGradGuard no_grad;
+  for (const fsdp::ShardedGroup& group : root_.groups()) {
+    check_value(group.shard.is_cpu() && group.shard.is_floating_point(), "Ema", "parameters are ", group.shard.scalar_type(),
+                " on ", group.shard.device(), ", want floating-point parameters on the CPU");
+    const auto wide = group.shard.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    averages_.push_back(at::empty_like(group.shard, group.shard.options().dtype(options_.dtype.value_or(wide))));
+  }
+  trained_.resize(averages_.size());
+  reset();
+}
+
+std::vector<fsdp::ShardedGroup> Ema::shards() const {
+  std::vector<fsdp::ShardedGroup> shards = root_.groups();
+  check_value(shards.size() == averages_.size(), "Ema", "the unit tree has ", shards.size(), " groups, want ", averages_.size(),
+              ": build the averages after the last fully_shard");
+  return shards;
+}
+
+void Ema::require_swapped(const char* what, bool wanted) const {
+  if (swapped_ != wanted) {
+    throw Error(concat("[Ema] ", what, wanted ? " without swap, want swap() before" : " while swapped, want restore() before"));
+  }
+}
+
+double Ema::decay_at(std::int64_t step) const {
+  const auto n = static_cast<double>(step);
+  return options_.ramp ? std::min(options_.decay, (1 + n) / (10 + n)) : options_.decay;
+}
+
+void Ema::update(std::int64_t step) {
+  require_swapped("update", false);
+  check_value(step >= 0, "Ema", "step is ", step, ", want at least 0");
+  const std::vector<fsdp::ShardedGroup> groups = shards();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const at::Tensor& shard = groups[g].shard;
+    optim::average(optim::values_of(averages_[g]), optim::values_of(shard), shard.numel(), 1 - decay_at(step));
+  }
+}
+
+void Ema::reset() {
+  require_swapped("reset", false);
+  at::NoGradGuard no_grad;
+  const std::vector<fsdp::ShardedGroup> groups = shards();
+  for (std::size_t g = 0; g < groups.size(); ++g) averages_[g].copy_(groups[g].shard);
+}
+
+void Ema::copy_to() {
+  require_swapped("copy_to", false);
+  at::NoGradGuard no_grad;
+  const std::vector<fsdp::ShardedGroup> groups = shards();
+  for (std::size_t g = 0; g < groups.size(); ++g) groups[g].shard.copy_(averages_[g]);
+}
+
+void Ema::swap() {
+  require_swapped("swap", false);
+  at::NoGradGuard no_grad;
+  const std::vector<fsdp::ShardedGroup> groups = shards();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    trained_[g] = groups[g].shard.clone();
+    groups[g].shard.copy_(averages_[g]);
+  }
+  swapped_ = true;
+}
+
+void Ema::restore() {
+  require_swapped("restore", true);
+  at::NoGradGuard no_grad;
+  const std::vector<fsdp::ShardedGroup> groups = shards();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    groups[g].shard.copy_(trained_[g]);
+    trained_[g] = at::Tensor();
+  }
+  swapped_ = false;
+}
+
+std::vector<std::pair<std::string, DTensor>> Ema::named_dtensors() const {
+  std::vector<std::pair<std::string, DTensor>> result = root_.named_dtensors();
+  const std::vector<fsdp::ShardedGroup> groups = shards();
+  auto entry = result.begin();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    for (const auto& parameter : groups[g].parameters) {
+      DTensor& tensor = (entry++)->second;
+      const at::Tensor part = averages_[g].narrow(0, parameter.offset, parameter.numel).view(parameter.sharded.sizes());
+      tensor = DTensor::from_local(part, tensor.device_mesh(), tensor.layout(), tensor.shape());
+    }
+  }
+  return result;
+}
+
+}  // namespace hyper_parallel
