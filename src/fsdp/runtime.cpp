@@ -42,6 +42,7 @@ void Runtime::renumber() {
   forward_orders_.clear();
   forward_order_ = nullptr;
   backward_plan_ = {};
+  deferred_.clear();
   first_forwards_.clear();
   agreed_ = false;
 }
@@ -68,6 +69,9 @@ void Runtime::begin_forward(Unit& unit) {
   const bool inside_autograd = torch::autograd::get_current_graph_task_id() != -1;
   // A backward that threw never reached its end; one that is running is a recomputation.
   if (in_backward_ && !inside_autograd) reset();
+  // The recomputation of a checkpoint. Its backward may run in a nested call of the engine, whose end would come too early for
+  // ours: enter while the outermost one is current.
+  if (inside_autograd && depth_ == 0 && at::GradMode::is_enabled()) enter_backward();
   if (!agreed_) agree();
   if (depth_++ > 0 || in_backward_) return;
   ++pass_;
@@ -134,14 +138,31 @@ void Runtime::catch_up(const BackwardEvent& event) {
     return;
   }
   if (!unit.owes_reduction || unit.reduced_in_backward || !unit.trainable()) return;
+  if (unit.segments_in_backward > 0) {  // its gradients come when the segment ends
+    deferred_.push_back(event);
+    return;
+  }
   backward_plan_.record_skipped(event);
   if (!unit.requires_gradient_sync) return;
   launch(unit, unit.no_gradients());
 }
 
+/// Before the first event that follows a segment: what fell due in it, up to the event itself.
+void Runtime::settle_deferred(const BackwardEvent& now) {
+  while (!deferred_.empty()) {
+    const BackwardEvent event = deferred_.front();
+    if (units_[static_cast<std::size_t>(event.unit)]->segments_in_backward > 0) return;
+    deferred_.pop_front();
+    if (event == now) return;
+    catch_up(event);
+  }
+}
+
 void Runtime::begin_unit_backward(Unit& unit) {
   enter_backward();
-  backward_plan_.reach({BackwardEvent::Kind::kGather, unit.index}, [this](const BackwardEvent& event) { catch_up(event); });
+  const BackwardEvent now{BackwardEvent::Kind::kGather, unit.index};
+  settle_deferred(now);
+  backward_plan_.reach(now, [this](const BackwardEvent& event) { catch_up(event); });
 }
 
 void Runtime::look_ahead_backward() {
@@ -151,7 +172,9 @@ void Runtime::look_ahead_backward() {
 
 void Runtime::end_unit_backward(Unit& unit) {
   enter_backward();
-  backward_plan_.reach({BackwardEvent::Kind::kReduce, unit.index}, [this](const BackwardEvent& event) { catch_up(event); });
+  const BackwardEvent now{BackwardEvent::Kind::kReduce, unit.index};
+  settle_deferred(now);
+  backward_plan_.reach(now, [this](const BackwardEvent& event) { catch_up(event); });
 }
 
 void Runtime::reduce(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients) {
@@ -175,6 +198,10 @@ void Runtime::advance_reductions() {
 
 void Runtime::finish_backward() {
   at::NoGradGuard no_grad;
+  while (!deferred_.empty()) {
+    catch_up(deferred_.front());
+    deferred_.pop_front();
+  }
   backward_plan_.reach_end([this](const BackwardEvent& event) { catch_up(event); });
   for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit) {
     catch_up({BackwardEvent::Kind::kGather, (*unit)->index});
@@ -230,6 +257,7 @@ void Runtime::install_gradients() {
 
 void Runtime::reset() {
   in_flight_.clear();
+  deferred_.clear();
   for (Unit* unit : units_) unit->reset();
   if (forward_order_ != nullptr) forward_order_->abandon();
   forward_order_ = nullptr;

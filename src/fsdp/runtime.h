@@ -54,6 +54,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void renumber();
   void finish_backward();
   void catch_up(const BackwardEvent& event);
+  void settle_deferred(const BackwardEvent& now);
   void expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const;
   void launch(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients);
   void advance_reductions();
@@ -70,6 +71,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   LearnedOrder* forward_order_ = nullptr;
   BackwardPlan backward_plan_;
   std::vector<int> first_forwards_;  // units in order of their first forward
+  std::deque<BackwardEvent> deferred_;  // reductions that fell due while the unit's gradients were inside of a segment
   std::deque<Unit*> in_flight_;
   at::Tensor presence_, all_presence_;
 };

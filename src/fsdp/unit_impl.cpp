@@ -230,6 +230,7 @@ void Unit::pre_forward() {
     finish_unshard();
     if (members_run_.empty()) runtime_->look_ahead_forward(*this);
     if (at::GradMode::is_enabled() && trainable()) owes_reduction = true;
+    ++running_;
   } catch (...) {
     runtime_->end_forward(false);
     throw;
@@ -238,10 +239,12 @@ void Unit::pre_forward() {
 
 void Unit::post_forward(int member, bool completed) {
   runtime_->end_forward(completed);
+  --running_;
   if (completed && members > 1) {
     if (std::find(members_run_.begin(), members_run_.end(), member) == members_run_.end()) members_run_.push_back(member);
     if (static_cast<int>(members_run_.size()) < members) return;
   }
+  if (running_ > 0) return;
   members_run_.clear();
   // Recomputation runs forwards inside backward: their parameters serve the backward that follows.
   if (!runtime_->in_backward() && (!completed || reshards_after_forward())) reshard();
@@ -330,6 +333,7 @@ void Unit::end_backward() {
 
 void Unit::reset() {
   end_backward();
+  running_ = 0;
   for (auto& group : groups_) group->reset(runtime_->pool());
   for (auto& gradients : gradients_) {
     for (at::Tensor& gradient : gradients) gradient.reset();

@@ -83,6 +83,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool awaits_backward = false;      ///< an output that needs a gradient was returned since the last backward
   bool owes_reduction = false;       ///< ran a forward with gradients since its last reduction
   bool reduced_in_backward = false;  ///< took part in a reduction of the backward that is running
+  int segments_in_backward = 0;      ///< checkpointed segments with parameters of this unit whose backward is running
 
  private:
   enum class State { kSharded, kUnsharding, kUnsharded };
@@ -111,6 +112,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::int64_t gathered_pass_ = 0;  ///< forward pass in which the parameters were gathered
   bool aliased_ = false;            ///< every group is: gathering does nothing
   bool in_backward_ = false;
+  int running_ = 0;               ///< forwards under way: a forward may call another method of its module as a forward
   std::vector<int> members_run_;  ///< members that have run since the unit was gathered for the first of them
   bool gather_verified_ = false;
   bool reduce_verified_ = false;
