@@ -43,6 +43,7 @@ void Runtime::renumber() {
   forward_order_ = nullptr;
   backward_plan_ = {};
   deferred_.clear();
+  segments_.clear();
   first_forwards_.clear();
   agreed_ = false;
 }
@@ -103,12 +104,39 @@ void Runtime::prefetch(int index) { units_[static_cast<std::size_t>(index)]->sta
 
 /// Backward runs through a unit's own and its inner units' modules in reverse, and ends with the unit's gradients.
 void Runtime::expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const {
+  const auto segment = std::find_if(segments_.begin(), segments_.end(), [&](const std::vector<int>& units) {
+    return std::find(units.begin(), units.end(), unit.index) != units.end();
+  });
+  if (segment != segments_.end()) {
+    const BackwardEvent gather{BackwardEvent::Kind::kGather, unit.index};
+    if (std::find(events.begin(), events.end(), gather) == events.end()) expect_segment(*segment, events);
+    return;
+  }
   events.push_back({BackwardEvent::Kind::kGather, unit.index});
   for (auto index = first_forwards_.rbegin(); index != first_forwards_.rend(); ++index) {
     Unit& other = *units_[static_cast<std::size_t>(*index)];
     if (other.parent() == &unit) expect_backward(other, events);
   }
   events.push_back({BackwardEvent::Kind::kReduce, unit.index});
+}
+
+void Runtime::remember_segment(const std::vector<Unit*>& units) {
+  if (in_backward_ || backward_plan_.learned()) return;
+  std::vector<int> segment;
+  for (const Unit* unit : units) segment.push_back(unit->index);
+  for (std::vector<int>& other : segments_)
+    std::erase_if(other, [&](int unit) { return std::find(segment.begin(), segment.end(), unit) != segment.end(); });
+  segments_.push_back(std::move(segment));
+}
+
+/// A segment is gathered as it runs again, forwards. Its gradients come out at its end, those of the unit made last first.
+void Runtime::expect_segment(const std::vector<int>& segment, std::vector<BackwardEvent>& events) const {
+  for (const int unit : segment) events.push_back({BackwardEvent::Kind::kGather, unit});
+  std::vector<int> reductions = segment;
+  std::sort(reductions.begin(), reductions.end(), [this](int a, int b) {
+    return units_[static_cast<std::size_t>(a)]->priority() > units_[static_cast<std::size_t>(b)]->priority();
+  });
+  for (const int unit : reductions) events.push_back({BackwardEvent::Kind::kReduce, unit});
 }
 
 void Runtime::enter_backward() {
@@ -167,7 +195,7 @@ void Runtime::begin_unit_backward(Unit& unit) {
 
 void Runtime::look_ahead_backward() {
   const auto next = backward_plan_.next_gather();
-  if (next && units_[static_cast<std::size_t>(*next)]->unshard_in_backward) prefetch(*next);
+  if (next && units_[static_cast<std::size_t>(*next)]->gathers_in_backward()) prefetch(*next);
 }
 
 void Runtime::end_unit_backward(Unit& unit) {

@@ -9,6 +9,7 @@
 
 #include "fsdp/managed_registry.h"
 #include "fsdp/runtime.h"
+#include "fsdp/segment.h"
 #include "fsdp/unit_node.h"
 
 namespace hyper_parallel::fsdp {
@@ -156,6 +157,8 @@ std::vector<Unit*> Unit::children() const {
   return children;
 }
 
+std::uint64_t Unit::priority() const { return node_->sequence_nr(); }
+
 bool Unit::trainable() const {
   return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->trainable(); });
 }
@@ -225,6 +228,12 @@ void Unit::pre_forward() {
   try {
     for (auto& group : groups_) group->readopt();
     sync_requires_grad();
+    if (SegmentScope* segment = SegmentScope::current(); segment != nullptr && !runtime_->in_backward()) {
+      segment->note(shared_from_this());
+      recomputed = true;
+    }
+    // A recomputation: the unit's backward begins here, since it uses the parameters that this forward gathers.
+    if (runtime_->in_backward() && at::GradMode::is_enabled()) pre_backward();
     // What an earlier pass left gathered may be older than the shards: an optimizer can have written to them, unseen.
     if (state_ != State::kSharded && !held && gathered_pass_ != runtime_->pass() && !runtime_->in_backward()) reshard();
     finish_unshard();
@@ -263,7 +272,7 @@ void Unit::pre_backward() {
 
 void Unit::start_backward() {
   in_backward_ = true;
-  if (unshard_in_backward) finish_unshard();
+  if (gathers_in_backward()) finish_unshard();
   runtime_->look_ahead_backward();
 }
 
@@ -326,6 +335,7 @@ bool Unit::advance_reduce() {
 void Unit::end_backward() {
   in_backward_ = false;
   awaits_backward = false;
+  recomputed = false;
   reduced_in_backward = false;
   members_run_.clear();
   reshard();

@@ -1,5 +1,6 @@
 #pragma once
 // A unit: its groups, its autograd node, and the phases of a step.
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,6 +27,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void add_groups(std::vector<ParameterSlot> slots, const std::vector<std::int64_t>& shard_dims);
   /// Puts the units below `children` into this unit's tree.
   void adopt(const std::vector<ChildUnit>& children);
+
+  /// Units whose last gradients arrive together reduce in falling order of this.
+  [[nodiscard]] std::uint64_t priority() const;
 
   // Phases, in the order of a step.
   void pre_forward();
@@ -74,6 +78,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   // Switches; see UnitHandle.
   bool requires_gradient_sync = true;
   bool unshard_in_backward = true;
+  [[nodiscard]] bool gathers_in_backward() const { return unshard_in_backward || recomputed; }
   void set_reshard_after_forward(bool value) { options_.reshard_after_forward = value; }
   /// The root's backward comes first: by default its parameters stay.
   [[nodiscard]] bool reshard_after_forward() const { return options_.reshard_after_forward.value_or(!is_root()); }
@@ -83,6 +88,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool awaits_backward = false;      ///< an output that needs a gradient was returned since the last backward
   bool owes_reduction = false;       ///< ran a forward with gradients since its last reduction
   bool reduced_in_backward = false;  ///< took part in a reduction of the backward that is running
+  bool recomputed = false;           ///< ran inside a checkpoint since the last backward, which will run it again
   int segments_in_backward = 0;      ///< checkpointed segments with parameters of this unit whose backward is running
 
  private:

@@ -20,6 +20,8 @@
 
 #include <hyper_parallel/core/error.h>
 
+#include "fsdp/runtime.h"
+#include "fsdp/segment.h"
 #include "fsdp/unit_impl.h"
 #include "fsdp/unit_node.h"
 
@@ -406,6 +408,7 @@ class CheckpointNode : public Node {
 
 struct CheckpointForward::State {
   Segment segment;
+  fsdp::SegmentScope units;
   std::optional<AutocastGuard> autocast;
   NodeRange range;
 };
@@ -425,6 +428,21 @@ CheckpointForward::CheckpointForward(const CheckpointOptions& options, std::vect
 }
 
 CheckpointForward::~CheckpointForward() = default;
+
+namespace {
+
+/// Tells each tree of units which of them will run again together.
+void remember(const std::vector<std::shared_ptr<fsdp::Unit>>& units) {
+  std::vector<std::pair<fsdp::Runtime*, std::vector<fsdp::Unit*>>> trees;
+  for (const auto& unit : units) {
+    auto tree = std::find_if(trees.begin(), trees.end(), [&](const auto& entry) { return entry.first == &unit->runtime(); });
+    if (tree == trees.end()) tree = trees.insert(tree, {&unit->runtime(), {}});
+    tree->second.push_back(unit.get());
+  }
+  for (const auto& [runtime, members] : trees) runtime->remember_segment(members);
+}
+
+}  // namespace
 
 void CheckpointForward::finish(const std::vector<at::Tensor*>& outputs, Rerun rerun) {
   Segment& segment = state_->segment;
@@ -448,6 +466,7 @@ void CheckpointForward::finish(const std::vector<at::Tensor*>& outputs, Rerun re
   if (roots.empty()) return;
   segment.ends = boundary_of(roots, range).ends;
   segment.rerun = std::move(rerun);
+  remember(state_->units.units());
 
   // The last owners of the graph go: outputs are replaced by tensors that share only their values.
   edges.clear();
