@@ -1,20 +1,15 @@
 // Activation checkpointing: the gradients of the plain run, less memory, no more traffic than one gather for each forward.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <torch/torch.h>
 
 #include <hyper_parallel/hyper_parallel.h>
 
-#include "support/message_of.h"
 #include "support/rank_threads.h"
 #include "support/small_net.h"
 
 namespace hyper_parallel::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 /// Where the checkpoints are.
 enum class Place { kNone, kAround, kInside, kBoth, kSeveral, kWhole, kNested };
@@ -68,12 +63,20 @@ struct StackImpl : torch::nn::Module {
       };
     };
     if (place == Place::kSeveral || place == Place::kNested) {
-      for (const std::size_t i : {0, 2}) h = checkpoint(pair(i), h);
+      for (const std::size_t i : {0, 2}) h = used(i, h, checkpoint(pair(i), h));
     } else {
       const bool around = place == Place::kAround || place == Place::kBoth;
-      for (Block& block : blocks) h = around ? checkpoint(block, h) : block(h);
+      for (const std::size_t i : {0, 2}) {
+        torch::Tensor y = h;
+        for (const std::size_t j : {i, i + 1}) y = around ? checkpoint(blocks[j], y) : blocks[j](y);
+        h = used(i, h, y);
+      }
     }
     return head(h);
+  }
+  /// The result of the half that begins with block `first`, or what went into it.
+  [[nodiscard]] torch::Tensor used(std::size_t first, const torch::Tensor& before, const torch::Tensor& after) const {
+    return drop == (first == 0 ? 2 : 1) ? before : after;
   }
   void put(Place where) {
     place = where;
@@ -83,6 +86,7 @@ struct StackImpl : torch::nn::Module {
   std::vector<Block> blocks;
   TiedHead head = nullptr;
   Place place = Place::kNone;
+  int drop = 0;  ///< 1: the second half runs for nothing, 2: the first half does
 };
 HP_MODULE(Stack);
 
@@ -173,6 +177,175 @@ INSTANTIATE_TEST_SUITE_P(All, Checkpoint,
                                            Case{"bf16ragged", {2, 2}, ShardLayout::kRagged, true, true},
                                            Case{"lists", {2}, ShardLayout::kPerParameter, {}, false, Units::kList}),
                          [](const auto& test) { return test.param.name; });
+
+/// How often each unit gathered and reduced: label of the engine's operations -> number.
+struct Traffic {
+  std::map<std::string, int> gathers, reductions;
+};
+
+Traffic traffic_since(const Comm& comm, uint64_t sequence) {
+  Traffic traffic;
+  for (const FlightRecord& record : comm.flight_record()) {
+    if (record.sequence <= sequence) continue;
+    if (record.operation == "all_gather_single") ++traffic.gathers[record.label];
+    if (record.operation == "reduce_scatter_single") ++traffic.reductions[record.label];
+  }
+  return traffic;
+}
+
+uint64_t last_sequence(const Comm& comm) {
+  const auto records = comm.flight_record();
+  return records.empty() ? 0 : records.back().sequence;
+}
+
+/// A unit gathers for its forward and for its recomputation, and reduces once, from the first step on.
+TEST(CheckpointTraffic, OneGatherForEachForwardAndOneReduction) {
+  for (const bool reshard : {true, false}) {
+    for (const Place place : {Place::kNone, Place::kAround, Place::kInside, Place::kBoth, Place::kSeveral, Place::kWhole,
+                              Place::kNested}) {
+      run_ranks(2, [&](int rank) {
+        Stack stack = make_stack(place);
+        const FullyShardOptions options = on_all(ShardLayout::kPerParameter, reshard);
+        const HSDPModule root = shard_stack(stack, options);
+        const Comm comm = options.mesh.get_group();
+        for (uint64_t step = 0; step < 3; ++step) {
+          const uint64_t before = last_sequence(comm);
+          loss_of(stack, make_batch(4, step).part(rank, 2)).backward();
+          Traffic traffic = traffic_since(comm, before);
+          const auto where = concat(name_of(place), ", step ", step);
+          for (const char* unit : {"block0", "block1", "block2", "block3", "Stack"}) {
+            EXPECT_EQ(traffic.gathers[unit], reshard ? 2 : 1) << where << ' ' << unit;
+            EXPECT_EQ(traffic.reductions[unit], 1) << where << ' ' << unit;
+          }
+        }
+      });
+    }
+  }
+}
+
+/// Events of one rank in the order in which they happen: collectives of the group, and what the model says.
+class Trace {
+ public:
+  explicit Trace(Comm comm) : comm_(std::move(comm)), sequence_(last_sequence(comm_)) {}
+  void say(const std::string& event) {
+    drain();
+    events_.push_back(event);
+  }
+  void begin() { sequence_ = last_sequence(comm_), events_.clear(); }
+  std::vector<std::string> take() {
+    drain();
+    return std::exchange(events_, {});
+  }
+
+ private:
+  void drain() {
+    for (const FlightRecord& record : comm_.flight_record()) {
+      if (record.sequence <= sequence_) continue;
+      sequence_ = record.sequence;
+      if (record.operation == "all_gather_single") events_.push_back("gather " + record.label);
+      if (record.operation == "reduce_scatter_single") events_.push_back("reduce " + record.label);
+    }
+  }
+  Comm comm_;
+  uint64_t sequence_;
+  std::vector<std::string> events_;
+};
+
+/// Two linear units that report.
+struct TracedImpl : torch::nn::Module {
+  struct PartImpl : torch::nn::Module {
+    explicit PartImpl(std::string part_name) : label(std::move(part_name)) {
+      layer = register_module("layer", torch::nn::Linear(4, 4));
+    }
+    torch::Tensor forward(const torch::Tensor& x) {
+      const auto body = [this](const torch::Tensor& h) {
+        if (trace != nullptr) trace->say("forward " + label);
+        torch::Tensor y = torch::tanh(layer(h));
+        if (y.requires_grad()) y.register_hook([this](const torch::Tensor&) { trace->say("backward " + label); });
+        return y;
+      };
+      return inside ? checkpoint(body, x) : body(x);
+    }
+    std::string label;
+    torch::nn::Linear layer = nullptr;
+    Trace* trace = nullptr;
+    bool inside = false;
+  };
+  using Part = nn::HookedHolder<PartImpl>;
+  TracedImpl() {
+    for (const char* part : {"p", "q"}) parts.push_back(register_module(part, Part(part)));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (Part& part : parts) {
+      x = around ? checkpoint(part, x) : part(x);
+      if (part->trace != nullptr) part->trace->say(HSDPModule::of(part).is_unsharded() ? "kept" : "freed");
+    }
+    return x;
+  }
+  std::vector<Part> parts;
+  bool around = false;
+};
+using Traced = nn::HookedHolder<TracedImpl>;
+
+/// What happens in the third step, in which the orders have been learned.
+std::vector<std::string> traced_step(bool around, bool inside, int rank) {
+  Traced model;
+  const FullyShardOptions options = on_all(ShardLayout::kPerParameter, /*reshard=*/true);
+  for (auto& part : model->parts) fully_shard(part, options);
+  fully_shard(model, options);
+  Trace trace(options.mesh.get_group());
+  model->around = around;
+  for (auto& part : model->parts) part->trace = &trace, part->inside = inside;
+  for (int step = 0; step < 3; ++step) {
+    trace.begin();
+    model(wave({2, 4}, rank)).square().sum().backward();
+  }
+  return trace.take();
+}
+
+/// Plain, with the checkpoint around the unit, and inside of it. The unit after the running one is gathered ahead.
+TEST(CheckpointTrace, OrderOfEvents) {
+  const std::vector<std::string> forward = {"gather p", "gather q", "forward p", "freed", "forward q", "freed"};
+  const std::vector<std::string> plain = {"backward q", "gather q", "gather p",  "reduce q",
+                                          "backward p", "reduce p", "gather gradients present"};
+  const std::vector<std::string> again = {"gather q",  "gather p",   "forward q", "backward q",
+                                          "reduce q",  "forward p",  "backward p", "reduce p",
+                                          "gather gradients present"};
+  const auto joined = [](std::vector<std::string> a, const std::vector<std::string>& b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+  };
+  run_ranks(2, [&](int rank) {
+    EXPECT_EQ(traced_step(false, false, rank), joined(forward, plain));
+    EXPECT_EQ(traced_step(/*around=*/true, false, rank), joined(forward, again));
+    EXPECT_EQ(traced_step(false, /*inside=*/true, rank), joined(forward, again));
+  });
+}
+
+/// A rank that drops the result of some checkpoints follows the others (B17).
+TEST(CheckpointDivergence, RanksThatDropASegment) {
+  for (const Place place : kPlaces) {
+    if (place == Place::kWhole) continue;  // there is nothing else that could get a gradient
+    run_ranks(3, [&](int rank) {
+      const auto train_dropping = [&](Place where) {
+        Stack stack = make_stack(where);
+        const FullyShardOptions options = on_all(ShardLayout::kRagged);
+        const HSDPModule root = shard_stack(stack, options);
+        std::vector<Tensors> gradients;
+        for (uint64_t step = 0; step < 3; ++step) {
+          root.zero_grad();
+          // Rank 0 uses all, rank 1 nothing of the second half, rank 2 nothing of the first.
+          stack->drop = static_cast<int>((static_cast<uint64_t>(rank) + step) % 3);
+          loss_of(stack, make_batch(6, step).part(rank, 3)).backward();
+          gradients.push_back(full_gradients(root));
+        }
+        return gradients;
+      };
+      expect_equal(train_dropping(place), train_dropping(Place::kNone), name_of(place));
+    });
+  }
+}
+
 
 }  // namespace
 }  // namespace hyper_parallel::testing
