@@ -18,6 +18,7 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/zero.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/hyper_parallel.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/mesh/device_mesh.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/checkpoint.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/fully_shard.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/library.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/module.h

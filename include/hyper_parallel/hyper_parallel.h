@@ -10,6 +10,7 @@
 #include <hyper_parallel/fsdp/unit.h>
 #include <hyper_parallel/fsdp/zero.h>
 #include <hyper_parallel/mesh/device_mesh.h>
+#include <hyper_parallel/nn/checkpoint.h>
 #include <hyper_parallel/nn/fully_shard.h>
 #include <hyper_parallel/nn/library.h>
 #include <hyper_parallel/nn/module.h>

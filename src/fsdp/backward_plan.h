@@ -57,6 +57,8 @@ class BackwardPlan {
     return std::nullopt;
   }
 
+  [[nodiscard]] bool learned() const { return learned_; }
+
   void finish() {
     expected_.clear();
     for (const Recorded& recorded : recorded_) expected_.push_back(recorded.event);

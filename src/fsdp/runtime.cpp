@@ -47,6 +47,8 @@ void Runtime::renumber() {
   forward_orders_.clear();
   forward_order_ = nullptr;
   backward_plan_ = {};
+  deferred_.clear();
+  segments_.clear();
   first_forwards_.clear();
   agreed_ = decided_ = false;
 }
@@ -102,6 +104,9 @@ void Runtime::begin_forward(Unit& unit) {
   const bool inside_autograd = torch::autograd::get_current_graph_task_id() != -1;
   // A backward that threw never reached its end; one that is running is a recomputation.
   if (in_backward_ && !inside_autograd) reset();
+  // The recomputation of a checkpoint. Its backward may run in a nested call of the engine, whose end would come too early for
+  // ours: enter while the outermost one is current.
+  if (inside_autograd && depth_ == 0 && at::GradMode::is_enabled()) enter_backward();
   if (!agreed_) agree();
   if (depth_++ > 0 || in_backward_) return;
   ++pass_;
@@ -136,21 +141,48 @@ void Runtime::end_forward(bool completed) {
   forward_order_ = nullptr;
 }
 
-/// What the unit has left of an earlier pass is not used: it checks that itself, later, which would be too late here.
+/// In forward, the next unit's shards must be what they will be when it runs, and nothing gathered earlier may be left.
 void Runtime::prefetch(Unit& unit) {
-  if (in_backward_ && !unit.unshard_in_backward) return;
+  if (in_backward_ && !unit.gathers_in_backward()) return;
   if (!in_backward_) unit.refresh();
   unit.start_unshard();
 }
 
 /// Backward runs through a unit's own and its inner units' modules in reverse, and ends with the unit's gradients.
 void Runtime::expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const {
+  const auto segment = std::find_if(segments_.begin(), segments_.end(), [&](const std::vector<int>& units) {
+    return std::find(units.begin(), units.end(), unit.index) != units.end();
+  });
+  if (segment != segments_.end()) {
+    const BackwardEvent gather{BackwardEvent::Kind::kGather, unit.index};
+    if (std::find(events.begin(), events.end(), gather) == events.end()) expect_segment(*segment, events);
+    return;
+  }
   events.push_back({BackwardEvent::Kind::kGather, unit.index});
   for (auto index = first_forwards_.rbegin(); index != first_forwards_.rend(); ++index) {
     Unit& other = *units_[static_cast<std::size_t>(*index)];
     if (other.parent() == &unit) expect_backward(other, events);
   }
   events.push_back({BackwardEvent::Kind::kReduce, unit.index});
+}
+
+void Runtime::remember_segment(const std::vector<Unit*>& units) {
+  if (in_backward_ || backward_plan_.learned()) return;
+  std::vector<int> segment;
+  for (const Unit* unit : units) segment.push_back(unit->index);
+  for (std::vector<int>& other : segments_)
+    std::erase_if(other, [&](int unit) { return std::find(segment.begin(), segment.end(), unit) != segment.end(); });
+  segments_.push_back(std::move(segment));
+}
+
+/// A segment is gathered as it runs again, forwards. Its gradients come out at its end, those of the unit made last first.
+void Runtime::expect_segment(const std::vector<int>& segment, std::vector<BackwardEvent>& events) const {
+  for (const int unit : segment) events.push_back({BackwardEvent::Kind::kGather, unit});
+  std::vector<int> reductions = segment;
+  std::sort(reductions.begin(), reductions.end(), [this](int a, int b) {
+    return units_[static_cast<std::size_t>(a)]->priority() > units_[static_cast<std::size_t>(b)]->priority();
+  });
+  for (const int unit : reductions) events.push_back({BackwardEvent::Kind::kReduce, unit});
 }
 
 void Runtime::enter_backward() {
@@ -180,21 +212,40 @@ void Runtime::catch_up(const BackwardEvent& event) {
     return;
   }
   if (!unit.owes_reduction || unit.reduced_in_backward || !unit.trainable()) return;
+  if (unit.segments_in_backward > 0) {  // its gradients come when the segment ends
+    deferred_.push_back(event);
+    return;
+  }
   backward_plan_.record_skipped(event);
   if (!unit.requires_gradient_sync || !unit.reduce_scatter_unused_params) return;
   launch(unit, unit.no_gradients());
 }
 
+/// Before the first event that follows a segment: what fell due in it, up to the event itself.
+void Runtime::settle_deferred(const BackwardEvent& now) {
+  while (!deferred_.empty()) {
+    const BackwardEvent event = deferred_.front();
+    if (units_[static_cast<std::size_t>(event.unit)]->segments_in_backward > 0) return;
+    deferred_.pop_front();
+    if (event == now) return;
+    catch_up(event);
+  }
+}
+
 void Runtime::begin_unit_backward(Unit& unit) {
   enter_backward();
-  backward_plan_.reach({BackwardEvent::Kind::kGather, unit.index}, [this](const BackwardEvent& event) { catch_up(event); });
+  const BackwardEvent now{BackwardEvent::Kind::kGather, unit.index};
+  settle_deferred(now);
+  backward_plan_.reach(now, [this](const BackwardEvent& event) { catch_up(event); });
 }
 
 void Runtime::look_ahead_backward(Unit& unit) { look_ahead(unit.backward_prefetch, backward_plan_.next_gather()); }
 
 void Runtime::end_unit_backward(Unit& unit) {
   enter_backward();
-  backward_plan_.reach({BackwardEvent::Kind::kReduce, unit.index}, [this](const BackwardEvent& event) { catch_up(event); });
+  const BackwardEvent now{BackwardEvent::Kind::kReduce, unit.index};
+  settle_deferred(now);
+  backward_plan_.reach(now, [this](const BackwardEvent& event) { catch_up(event); });
 }
 
 void Runtime::reduce(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients) {
@@ -221,6 +272,10 @@ void Runtime::advance_reductions() {
 void Runtime::finish_backward() {
   at::NoGradGuard no_grad;
   const trace::Span span("finish backward");
+  while (!deferred_.empty()) {
+    catch_up(deferred_.front());
+    deferred_.pop_front();
+  }
   backward_plan_.reach_end([this](const BackwardEvent& event) { catch_up(event); });
   for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit) {
     catch_up({BackwardEvent::Kind::kGather, (*unit)->index});
@@ -296,6 +351,7 @@ void Runtime::install_gradients() {
 
 void Runtime::reset() {
   in_flight_.clear();
+  deferred_.clear();
   for (Unit* unit : units_) unit->reset();
   if (forward_order_ != nullptr) forward_order_->abandon();
   forward_order_ = nullptr;

@@ -38,6 +38,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void look_ahead_forward(Unit& unit);
   void end_forward(bool completed);
 
+  /// These units, in this order, ran inside one checkpoint and will run again there.
+  void remember_segment(const std::vector<Unit*>& units);
+
   /// First gradient of a backward: queues the end-of-backward callback, once.
   void enter_backward();
   /// The gradient of a unit's output has arrived: catches up with what other ranks did before.
@@ -63,7 +66,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void renumber();
   void finish_backward();
   void catch_up(const BackwardEvent& event);
+  void settle_deferred(const BackwardEvent& now);
   void expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const;
+  void expect_segment(const std::vector<int>& segment, std::vector<BackwardEvent>& events) const;
   void launch(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients);
   void advance_reductions();
   /// True if any parameter can have got a gradient.
@@ -83,6 +88,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   LearnedOrder* forward_order_ = nullptr;
   BackwardPlan backward_plan_;
   std::vector<int> first_forwards_;  // units in order of their first forward
+  std::vector<std::vector<int>> segments_;  // units that run again together, until a backward has been learned
+  std::deque<BackwardEvent> deferred_;  // reductions that fell due while the unit's gradients were inside of a segment
   std::deque<Unit*> in_flight_;
   at::Tensor presence_, all_presence_;
 };

@@ -9,6 +9,7 @@
 
 #include "fsdp/managed_registry.h"
 #include "fsdp/runtime.h"
+#include "fsdp/segment.h"
 #include "fsdp/unit_node.h"
 
 namespace hyper_parallel::fsdp {
@@ -133,6 +134,8 @@ std::vector<Unit*> Unit::children() const {
   }
   return children;
 }
+
+std::uint64_t Unit::priority() const { return node_->sequence_nr(); }
 
 bool Unit::trainable() const {
   return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->trainable(); });
@@ -263,9 +266,16 @@ void Unit::pre_forward() {
   try {
     refresh();
     sync_requires_grad();
+    if (SegmentScope* segment = SegmentScope::current(); segment != nullptr && !runtime_->in_backward()) {
+      segment->note(shared_from_this());
+      recomputed = true;
+    }
+    // A recomputation: the unit's backward begins here, since it uses the parameters that this forward gathers.
+    if (runtime_->in_backward() && at::GradMode::is_enabled()) pre_backward();
     finish_unshard();
     if (members_run_.empty()) runtime_->look_ahead_forward(*this);
     if (at::GradMode::is_enabled() && trainable()) owes_reduction = true;
+    ++running_;
     trace::begin("forward", name_);
   } catch (...) {
     runtime_->end_forward(false);
@@ -276,10 +286,12 @@ void Unit::pre_forward() {
 void Unit::post_forward(int member, bool completed) {
   trace::end("forward", name_);
   runtime_->end_forward(completed);
+  --running_;
   if (completed && members > 1) {
     if (std::find(members_run_.begin(), members_run_.end(), member) == members_run_.end()) members_run_.push_back(member);
     if (static_cast<int>(members_run_.size()) < members) return;
   }
+  if (running_ > 0) return;
   members_run_.clear();
   // Recomputation runs forwards inside backward: their parameters serve the backward that follows.
   if (runtime_->in_backward()) return;
@@ -307,7 +319,7 @@ void Unit::pre_backward() {
 
 void Unit::start_backward() {
   in_backward_ = true;
-  if (unshard_in_backward) finish_unshard();
+  if (gathers_in_backward()) finish_unshard();
   runtime_->look_ahead_backward(*this);
 }
 
@@ -389,6 +401,7 @@ void Unit::end_backward(bool stale) {
   if (in_backward_) trace::end("backward", name_);  // no gradient said so: frozen, or the backward threw
   in_backward_ = false;
   awaits_backward = false;
+  recomputed = false;
   reduced_in_backward = false;
   members_run_.clear();
   free_after_backward();
@@ -402,6 +415,7 @@ void Unit::gradients_completed() {
 void Unit::reset() {
   end_backward(true);
   reshard();
+  running_ = 0;
   for (auto& group : groups_) group->reset(runtime_->pool());
   reduce_span_.finish();
   for (auto& gradients : gradients_) {

@@ -1,5 +1,6 @@
 #pragma once
 // A unit: its groups, its autograd node, and the phases of a step.
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,6 +30,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void add_groups(std::vector<std::unique_ptr<ParamGroup>> groups);
   /// Puts the units below `children` into this unit's tree.
   void adopt(const std::vector<ChildUnit>& children);
+
+  /// Units whose last gradients arrive together reduce in falling order of this.
+  [[nodiscard]] std::uint64_t priority() const;
 
   // Phases, in the order of a step.
   void pre_forward();
@@ -88,6 +92,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool reshard_after_backward = true;
   bool unshard_in_backward = true;
   bool reduce_scatter_unused_params = true;
+  [[nodiscard]] bool gathers_in_backward() const { return unshard_in_backward || recomputed; }
   using PrefetchList = std::optional<std::vector<std::weak_ptr<Unit>>>;
   PrefetchList forward_prefetch, backward_prefetch;
   CommSettings settings;
@@ -107,6 +112,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool owes_reduction = false;       ///< ran a forward with gradients since its last reduction
   bool reduced_in_backward = false;  ///< took part in a reduction of the backward that is running
   bool awaits_install = false;       ///< its flat gradients hold reductions that the leaves have not been given
+  bool recomputed = false;           ///< ran inside a checkpoint since the last backward, which will run it again
+  int segments_in_backward = 0;      ///< checkpointed segments with parameters of this unit whose backward is running
 
  private:
   enum class State { kSharded, kUnsharding, kUnsharded };
@@ -143,6 +150,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool kept_ = false;               ///< gathered in an earlier pass, with nothing since that could have changed the shards
   std::uint64_t kept_version_ = 0;  ///< of the shards then
   bool in_backward_ = false;
+  int running_ = 0;               ///< forwards under way: a forward may call another method of its module as a forward
   std::vector<int> members_run_;  ///< members that have run since the unit was gathered for the first of them
   trace::AsyncSpan unshard_span_, reduce_span_;
   bool gather_verified_ = false;

@@ -1,4 +1,6 @@
 #pragma once
+#include <atomic>
+#include <cstdint>
 #include <memory>
 
 #include <torch/csrc/autograd/function.h>
@@ -11,12 +13,19 @@ class Unit;
 /// in.
 class UnitNode : public torch::autograd::Node {
  public:
-  // The highest sequence number makes the engine prefer this node over everything else that is ready.
-  explicit UnitNode(std::weak_ptr<Unit> unit) : Node(UINT64_MAX, {}), unit_(std::move(unit)) {}
+  explicit UnitNode(std::weak_ptr<Unit> unit) : Node(next_sequence_number(), {}), unit_(std::move(unit)) {}
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "HyperParallelUnit"; }
+  [[nodiscard]] std::shared_ptr<Unit> unit() const { return unit_.lock(); }
 
  private:
+  /// Higher than that of any other node, so that the engine prefers this one over everything else that is ready. Of units that
+  /// become ready together, the one made last comes first: the engine's own choice between equals would depend on what else waits.
+  static std::uint64_t next_sequence_number() {
+    static std::atomic<std::uint64_t> next{std::uint64_t{1} << 63};
+    return next++;
+  }
+
   std::weak_ptr<Unit> unit_;
 };
 

@@ -127,6 +127,14 @@ HSDPModule HSDPModule::of(const std::shared_ptr<Module>& module) {
   return {module, hooked->unit()};
 }
 
+int HSDPModule::member() const {
+  check_value(module_ != nullptr, "call", "this handle has no module, want one that fully_shard or HSDPModule::of returned");
+  const auto* hooked = dynamic_cast<nn::HookedBase*>(module_.get());
+  check_value(hooked != nullptr && hooked->unit() == unit(), "call", "module ", display_name(*module_),
+              " is inside of another module of the list that forms unit ", name(), ", want the handle of that one");
+  return hooked->member();
+}
+
 std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& modules, const FullyShardOptions& options) {
   check_value(!modules.empty(), kOp, "list of modules is empty, want at least one");
   for (std::size_t i = 0; i < modules.size(); ++i)

@@ -1,12 +1,12 @@
 #include <hyper_parallel/optim/muon.h>
 
-
 #include <algorithm>
 #include <cmath>
 #include <set>
 
 #include <ATen/core/grad_mode.h>
 
+#include <hyper_parallel/core/trace.h>
 #include <hyper_parallel/dtensor/dtensor.h>
 
 #include "optim/flat_update.h"

@@ -4,6 +4,7 @@
 // torch::nn modules have no forward hooks. HP_MODULE(Block) declares a holder `Block` whose contained type is Hooked<BlockImpl>,
 // a subclass of the user's BlockImpl that intercepts block(x), block->forward(x), torch::nn::Sequential and AnyModule. Before
 // fully_shard it does nothing.
+#include <functional>
 #include <memory>
 #include <tuple>
 #include <type_traits>
@@ -53,6 +54,27 @@ struct CastArgument {
   std::decay_t<Given> copy;
 };
 
+/// body(given...) inside the phases of a unit: gathered before, inputs cast, outputs hooked and cast, freed afterwards.
+template <class Body, class... Given>
+auto run_in_unit(std::shared_ptr<fsdp::Unit> unit, int member, Body&& body, Given&&... given) {
+  using Result = std::decay_t<std::invoke_result_t<Body&, Given&&...>>;
+  fsdp::ForwardScope scope(*unit, member);
+  const auto call = [&]() -> decltype(auto) {
+    if (!scope.casts_inputs()) return std::invoke(body, std::forward<Given>(given)...);
+    return std::invoke(body, CastArgument<Given&&>(scope, std::forward<Given>(given)).pass()...);
+  };
+  if constexpr (std::is_void_v<Result>) {
+    call();
+    scope.finish();
+  } else {
+    Result result = call();
+    auto hook = [&](at::Tensor& tensor) { tensor = scope.output(tensor); };
+    walk_tensors(result, hook);
+    scope.finish();
+    return result;
+  }
+}
+
 }  // namespace detail
 
 template <class Impl, class Forward = decltype(&Impl::forward)>
@@ -69,25 +91,10 @@ class Hooked;
     template <class... Given>                                                                                       \
     Result hooked_call(Given&&... given) {                                                                          \
       if (!unit_) return Impl::forward(std::forward<Given>(given)...);                                              \
-      const std::shared_ptr<fsdp::Unit> keep = unit_;                                                               \
-      fsdp::ForwardScope scope(*keep, member_);                                                                     \
-      if constexpr (std::is_void_v<Result>) {                                                                       \
-        call(scope, std::forward<Given>(given)...);                                                                 \
-        scope.finish();                                                                                             \
-      } else {                                                                                                      \
-        std::decay_t<Result> result = call(scope, std::forward<Given>(given)...);                                   \
-        auto hook = [&](at::Tensor& tensor) { tensor = scope.output(tensor); };                                     \
-        walk_tensors(result, hook);                                                                                 \
-        scope.finish();                                                                                             \
-        return result;                                                                                              \
-      }                                                                                                             \
-    }                                                                                                               \
-                                                                                                                    \
-   private:                                                                                                         \
-    template <class... Given>                                                                                       \
-    decltype(auto) call(fsdp::ForwardScope& scope, Given&&... given) {                                              \
-      if (!scope.casts_inputs()) return Impl::forward(std::forward<Given>(given)...);                               \
-      return Impl::forward(detail::CastArgument<Given&&>(scope, std::forward<Given>(given)).pass()...);             \
+      const auto body = [this](auto&&... args) -> Result {                                                          \
+        return Impl::forward(std::forward<decltype(args)>(args)...);                                                \
+      };                                                                                                            \
+      return detail::run_in_unit(unit_, member_, body, std::forward<Given>(given)...);                              \
     }                                                                                                               \
   };
 HP_DETAIL_HOOKED()
