@@ -74,7 +74,7 @@ class Replay {
     forward(root_);
     backward(root_, gradients);
     while (!in_flight_.empty()) advance();
-    for (Unit* unit : order_) reshard(*unit);
+    for (Unit* unit : order_) free_after_backward(*unit);
   }
 
   [[nodiscard]] std::size_t capacity() const { return pool_.capacity(); }
@@ -130,6 +130,9 @@ class Replay {
     }
     at(unit).state = State::kSharded;
   }
+  void free_after_backward(Unit& unit) {
+    if (unit.reshard_after_backward || at(unit).state != State::kUnsharded) reshard(unit);
+  }
   void cut(Unit& unit) {
     for (auto& group : at(unit).groups) {
       group.part.take(pool_);
@@ -160,7 +163,7 @@ class Replay {
       (group.sum.bytes > 0 ? group.sum : group.pack).take(pool_);
       group.accumulated = true;
     }
-    reshard(unit);
+    free_after_backward(unit);
   }
 
   void reduce(Unit& unit, bool park) {
@@ -168,7 +171,7 @@ class Replay {
     for (auto& group : at(unit).groups) {
       if (group.size.trainable && !group.accumulated) group.pack.take(pool_);
     }
-    reshard(unit);
+    free_after_backward(unit);
     for (auto& group : at(unit).groups) {
       if (!group.size.trainable) continue;
       group.park = park;

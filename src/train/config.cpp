@@ -134,6 +134,11 @@ void check_consistency(const Config& c) {
               "train.max_steps and train.max_seconds are both 0, want at least one limit (", c.where("train.max_steps"), ")");
   check_value(c.optim.optimizer != "sgd" || !c.optim.nesterov || c.optim.momentum > 0, "config",
               "optim.nesterov = true, want optim.momentum above 0 with it, or false (", c.where("optim.momentum"), ")");
+  const ParallelConfig& p = c.parallel;
+  const int ways = (p.reshard_ranks > 0 ? 1 : 0) + (p.memory_budget_mb > 0 ? 1 : 0) + (p.zero_level > 0 ? 1 : 0);
+  check_value(ways <= 1, "config", "parallel.reshard_ranks, memory_budget_mb and zero_level all say what stays after forward, ",
+              "want one of them (", c.where("parallel.reshard_ranks"), ", ", c.where("parallel.memory_budget_mb"), ", ",
+              c.where("parallel.zero_level"), ")");
   check_value(c.parallel.dp_shard != 0, "config", "parallel.dp_shard = 0, want -1 or an integer >= 1 (",
               c.where("parallel.dp_shard"), ")");
   check_value(c.log.name.find('/') == std::string::npos && c.log.name != "." && c.log.name != "..", "config", "log.name = \"",

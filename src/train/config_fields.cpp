@@ -72,11 +72,25 @@ void add_parallel_and_precision(std::vector<Field>& fields, ParallelConfig& p, P
   fields.push_back({"parallel", "layout", &p.layout, "how a unit is cut", one_of({"ragged", "per_parameter"})});
   fields.push_back({"parallel", "reshard_after_forward", &p.reshard_after_forward,
                     "free the gathered weights after forward: less memory, one more gather"});
+  fields.push_back({"parallel", "reshard_ranks", &p.reshard_ranks,
+                    "cut them over so many consecutive ranks instead (0: over all of dp_shard)", at_least(0)});
+  fields.push_back({"parallel", "memory_budget_mb", &p.memory_budget_mb,
+                    "keep them after forward as long as the engine fits in (0: no budget)", real(0, 1e9)});
+  fields.push_back({"parallel", "zero_level", &p.zero_level, "ZeRO level 1, 2 or 3 (0: as the other values say)",
+                    {.min = 0, .max = 3}});
+  fields.push_back({"parallel", "accumulation", &p.accumulation,
+                    "of micro-batches: local, partial (all-reduce once a step), each (reduce each)",
+                    one_of({"local", "partial", "each"})});
+  fields.push_back(
+      {"parallel", "replicate_below", &p.replicate_below, "parameters of fewer bytes stay whole on every rank", at_least(0)});
+  fields.push_back({"parallel", "bucket_mb", &p.bucket_mb, "largest collective of a unit (0: no limit)", real(0, 1e6)});
+  fields.push_back({"parallel", "offload", &p.offload, "shards, gradients and optimizer state in host memory"});
   fields.push_back(
       {"parallel", "timeout_seconds", &p.timeout_seconds, "of every collective", {.min = 0, .max = 1e6, .above = true}});
   fields.push_back({"precision", "param_dtype", &d.param_dtype, "dtype of compute", one_of({"float32", "bfloat16"})});
   fields.push_back(
       {"precision", "reduce_dtype", &d.reduce_dtype, "dtype of gradient reduction", one_of({"float32", "bfloat16"})});
+  fields.push_back({"precision", "main_grad", &d.main_grad, "keep reduced gradients in float32 beside the parameters"});
 }
 
 void add_output(std::vector<Field>& fields, LogConfig& l, SampleConfig& s) {

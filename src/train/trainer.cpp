@@ -39,9 +39,17 @@ c10::ScalarType dtype_of(const std::string& name) { return name == "bfloat16" ? 
 FullyShardOptions shard_options(const Config& config, const DeviceMesh& mesh) {
   FullyShardOptions options;
   options.mesh = mesh;
-  options.reshard_after_forward = config.parallel.reshard_after_forward;
+  const ParallelConfig& p = config.parallel;
+  constexpr double kMega = 1e6;
+  options.reshard_after_forward = p.reshard_after_forward;
+  if (p.reshard_ranks > 0) options.reshard_after_forward = static_cast<int>(p.reshard_ranks);
+  if (p.memory_budget_mb > 0) options.reshard_after_forward = MemoryBudget{static_cast<std::int64_t>(p.memory_budget_mb * kMega)};
+  if (p.offload) options.offload_policy = CPUOffloadPolicy{};
+  if (p.bucket_mb > 0) options.bucket_size = static_cast<std::int64_t>(p.bucket_mb * kMega);
+  options.threshold = p.replicate_below;
   options.mp_policy = {.param_dtype = dtype_of(config.precision.param_dtype),
-                       .reduce_dtype = dtype_of(config.precision.reduce_dtype)};
+                       .reduce_dtype = dtype_of(config.precision.reduce_dtype),
+                       .apply_grad_on_fp32_main_grad = config.precision.main_grad};
   options.shard_layout = config.parallel.layout == "ragged" ? ShardLayout::kRagged : ShardLayout::kPerParameter;
   return options;
 }
@@ -147,6 +155,7 @@ class Trainer {
   std::string sample();
 
   Batch next_batch();
+  void begin_micro_batch(bool last);
   double forward_backward();
   Shared share(double loss);
   void optimizer_step(double lr, StepMetrics& metrics);
@@ -189,7 +198,11 @@ void Trainer::announce() {
                          format_count(splits.validation.tokens()), " to validate on"));
   progress_.print(concat("Batch      ", config_.train.batch_size, " sequences of ", config_.data.seq_len, " tokens = ",
                          world_.size(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
-  const fsdp::MemoryUse engine = root_.plan_memory({.local = plan_.accumulation > 1});
+  begin_micro_batch(true);
+  const bool accumulates = plan_.accumulation > 1;
+  const bool local = config_.parallel.zero_level > 0 ? config_.parallel.zero_level == 1 : config_.parallel.accumulation == "local";
+  const bool partial = config_.parallel.zero_level > 0 ? config_.parallel.zero_level == 2 : config_.parallel.accumulation == "partial";
+  const fsdp::MemoryUse engine = root_.plan_memory({.local = accumulates && local, .partial = accumulates && partial});
   progress_.print(memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool, optimizer_->state_bytes()}));
 }
 
@@ -204,10 +217,20 @@ Batch Trainer::next_batch() {
   return batches_->next();
 }
 
+void Trainer::begin_micro_batch(bool last) {
+  const ParallelConfig& p = config_.parallel;
+  if (p.zero_level > 0) {
+    set_zero_level(root_, static_cast<ZeroLevel>(p.zero_level), last);
+    return;
+  }
+  root_.set_requires_gradient_sync(p.accumulation != "local" || last);
+  root_.set_requires_all_reduce(p.accumulation != "partial" || last);
+}
+
 double Trainer::forward_backward() {
   double loss_sum = 0;
   for (std::int64_t micro = 0; micro < plan_.accumulation; ++micro) {
-    root_.set_requires_gradient_sync(micro + 1 == plan_.accumulation);
+    begin_micro_batch(micro + 1 == plan_.accumulation);
     const Batch batch = next_batch();
     const torch::Tensor loss = next_token_loss(model_(batch.inputs), batch.targets) / static_cast<double>(plan_.accumulation);
     loss.backward();

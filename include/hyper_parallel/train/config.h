@@ -68,6 +68,13 @@ struct ParallelConfig {
   std::int64_t dp_shard = -1;  ///< -1: all that dp_replicate leaves
   std::string layout = "ragged";
   bool reshard_after_forward = true;
+  std::int64_t reshard_ranks = 0;     ///< cut the weights over so many consecutive ranks after forward; 0: over all of the shard axis
+  double memory_budget_mb = 0;        ///< keep weights gathered after forward while the engine stays within it; 0: no budget
+  std::int64_t zero_level = 0;        ///< 1, 2 or 3: sets residency and accumulation; 0: as the other values say
+  std::string accumulation = "local"; ///< of micro-batches: "local", "partial" (one all-reduce for each step), "each" (reduce each)
+  std::int64_t replicate_below = 0;   ///< parameters of fewer bytes stay whole on every rank
+  double bucket_mb = 0;               ///< largest collective of a unit; 0: no limit
+  bool offload = false;               ///< shards, gradients and optimizer state in host memory
   double timeout_seconds = 300;  ///< of every collective
 };
 
@@ -75,6 +82,7 @@ struct ParallelConfig {
 struct PrecisionConfig {
   std::string param_dtype = "float32";
   std::string reduce_dtype = "float32";
+  bool main_grad = false;  ///< reduced gradients are kept in float32 beside the parameters
 };
 
 /// [log]: what is written where.
