@@ -6,6 +6,7 @@
 //   grad   [S]     flat, master dtype, from the first backward S_i.grad = views
 //   pack   [W, S]  one row per receiving rank, memory from the pool
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@
 #include <hyper_parallel/fsdp/unit.h>
 
 #include "fsdp/buffer.h"
+#include "fsdp/unwritten.h"
 
 namespace hyper_parallel::fsdp {
 
@@ -26,6 +28,7 @@ struct GroupOptions {
   Comm replicate_comm;  ///< undefined without replicas
   at::ScalarType compute_dtype = at::kFloat;
   at::ScalarType reduce_dtype = at::kFloat;
+  at::DeviceType device = at::kCPU;  ///< where shards get their memory; parameters may still be on meta
 };
 
 /// Bytes that a group takes from the pool, by buffer; zero for a buffer that it does not need.
@@ -46,7 +49,9 @@ struct ManagedParameter {
   at::Tensor home;       ///< where S must live: a view of the flat shard
   at::Tensor grad_home;  ///< where S.grad must live: a view of the flat gradient
   bool trainable = true;
-  bool present = false;  ///< some backward since the last reduction produced a gradient here, on this rank
+  bool uninitialised = false;  ///< began on the meta device, and no function of ours has given it values
+  Unwritten unwritten;         ///< tells whether somebody else has
+  bool present = false;        ///< some backward since the last reduction produced a gradient here, on this rank
 };
 
 /// Gathers, frees, and reduces one group. Knows no schedule: the unit says when.
@@ -68,6 +73,24 @@ class ParamGroup {
   /// Makes every leaf a view of the flat shard again (torch::load and Module::to replace its storage), taking over the new
   /// values.
   void readopt();
+
+  /// True while the shard has no memory.
+  [[nodiscard]] bool on_meta() const { return shard_.is_meta(); }
+  /// Gives a shard on the meta device memory; its values are marked as unwritten. No-op otherwise.
+  void materialize();
+  /// Copies this rank's part of `whole` (any dtype) into the shard.
+  void set_value(std::size_t i, const at::Tensor& whole);
+  /// Part of the whole parameter i that `shard_rank` owns; a view where possible.
+  [[nodiscard]] at::Tensor part_of(const at::Tensor& whole, std::size_t i, int shard_rank) const;
+  /// Where this rank's part of parameter i is, as one row.
+  [[nodiscard]] at::Tensor home_row(std::size_t i) const;
+  /// ValueError, naming the parameters, while the shard has no memory.
+  void check_memory(std::string_view op) const;
+  /// The dtype that all leaves have got from outside (Module::to), nullopt when it is the shard's or they differ.
+  [[nodiscard]] std::optional<at::ScalarType> dtype_from_outside() const;
+  /// Changes the master dtype, in which .grad is kept as well, and with it the dtypes of compute and reduction. Values of
+  /// leaves that were converted from outside are taken over. Local accumulation and gathered copies must be gone.
+  void convert(at::ScalarType master, at::ScalarType compute, at::ScalarType reduce);
 
   void start_gather(MemoryPool& pool);
   void finish_gather(MemoryPool& pool);
@@ -92,6 +115,7 @@ class ParamGroup {
   [[nodiscard]] GroupFootprint footprint() const;
   /// Bytes that this group holds outside the pool.
   [[nodiscard]] std::int64_t shard_bytes() const { return static_cast<std::int64_t>(shard_.nbytes()); }
+  [[nodiscard]] std::int64_t shard_bytes_held() const { return on_meta() ? 0 : shard_bytes(); }
   [[nodiscard]] std::int64_t grad_bytes() const { return grad_.defined() ? static_cast<std::int64_t>(grad_.nbytes()) : 0; }
 
  private:
@@ -112,7 +136,9 @@ class ParamGroup {
   enum class Stage { kIdle, kReduceScatter, kAllReduce };
 
   void fill_shard(const std::vector<ParameterSlot>& slots);
-  void build_full_views(const std::vector<ParameterSlot>& slots);
+  void build_full_views();
+  void rehome();
+  void set_dtypes(at::ScalarType compute, at::ScalarType reduce);
   void build_gather_copies();
   void make_leaves(const std::vector<ParameterSlot>& slots);
   [[nodiscard]] at::Tensor own_part(const at::Tensor& whole, std::size_t i) const;
@@ -139,7 +165,8 @@ class ParamGroup {
   int replicas_ = 1;
 
   at::Tensor shard_, grad_;
-  bool aliased_ = false;  ///< world 1, same dtype: the gathered storage is the shard itself
+  bool may_alias_ = false;  ///< the guard's strictness, decided once
+  bool aliased_ = false;    ///< world 1, same dtype: the gathered storage is the shard itself
   SwappedBuffer full_;
   SwappedBuffer gathered_;  ///< rank-major gather output when it is not the full buffer
   std::vector<at::Tensor> gather_sources_, gather_places_;

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "fsdp/settle_values.h"
 #include "fsdp/unit_impl.h"
 
 namespace hyper_parallel::fsdp {
@@ -55,12 +56,16 @@ void Runtime::absorb(Runtime& other) {
 }
 
 void Runtime::agree() {
+  for (Unit* unit : units_) {
+    for (auto& group : unit->groups()) group->readopt();  // torch::load may have brought values
+  }
   // One comparison per group of ranks.
   std::vector<std::pair<Comm, std::vector<std::string>>> plans;
   for (Unit* unit : units_) unit->describe(entry_for(plans, unit->data_parallel_comm()));
   for (const auto& [comm, lines] : plans) {
     if (comm.size() > 1) comm.check_same("fully_shard", lines, {.label = "agreement of units"});
   }
+  settle_values(units_);
   agreed_ = true;
 }
 
@@ -68,6 +73,9 @@ void Runtime::begin_forward(Unit& unit) {
   const bool inside_autograd = torch::autograd::get_current_graph_task_id() != -1;
   // A backward that threw never reached its end; one that is running is a recomputation.
   if (in_backward_ && !inside_autograd) reset();
+  if (depth_ == 0 && !in_backward_) {
+    for (Unit* each : units_) each->follow_module();
+  }
   if (!agreed_) agree();
   if (depth_++ > 0 || in_backward_) return;
   ++pass_;

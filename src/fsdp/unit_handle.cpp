@@ -20,7 +20,11 @@ const std::string& UnitHandle::name() const { return unit_->name(); }
 bool UnitHandle::is_unsharded() const { return unit_->is_unsharded(); }
 
 UnshardHandle UnitHandle::unshard(bool async_op) const {
-  for (auto& group : unit_->groups()) group->readopt();
+  unit_->follow_module();
+  for (auto& group : unit_->groups()) {
+    group->readopt();
+    group->check_memory("unshard");
+  }
   unit_->start_unshard();
   unit_->held = true;
   if (async_op) return UnshardHandle(unit_);
@@ -46,6 +50,7 @@ std::vector<Unit*> reached(Unit& unit, bool recurse) {
 
 void UnitHandle::visit(bool recurse, const std::function<void(Unit&, ParamGroup&, std::size_t)>& f) const {
   for (Unit* unit : reached(*unit_, recurse)) {
+    unit->follow_module();
     for (auto& group : unit->groups()) {
       group->readopt();
       for (std::size_t i = 0; i < group->parameters().size(); ++i) f(*unit, *group, i);
@@ -85,6 +90,7 @@ void UnitHandle::zero_grad(bool set_to_none) const {
 std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
   std::vector<ShardedGroup> groups;
   for (Unit* unit : reached(*unit_, recurse)) {
+    unit->follow_module();
     for (auto& group : unit->groups()) {
       group->readopt();
       ShardedGroup& result = groups.emplace_back();
@@ -109,7 +115,7 @@ MemoryUse UnitHandle::memory_use() const {
   MemoryUse use;
   for (Unit* unit : reached(*unit_, true)) {
     for (auto& group : unit->groups()) {
-      use.shards += group->shard_bytes();
+      use.shards += group->shard_bytes_held();
       use.gradients += group->grad_bytes();
     }
   }

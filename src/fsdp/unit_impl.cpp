@@ -14,6 +14,9 @@
 namespace hyper_parallel::fsdp {
 
 torch::autograd::variable_list UnitNode::apply(torch::autograd::variable_list&& gradients) {
+  check_value(!retired_, "fully_shard",
+              "backward of a forward from before the parameters were converted, want one forward after ",
+              "the conversion and its backward");
   if (const auto unit = unit_.lock()) unit->post_backward(std::move(gradients));
   return {};
 }
@@ -39,9 +42,9 @@ Unit::~Unit() {
   }
 }
 
-std::string Unit::qualified(const ManagedParameter& parameter) const {
-  if (!paths_.empty()) return concat(paths_[static_cast<std::size_t>(parameter.member)], '.', parameter.name);
-  return members == 1 ? parameter.name : concat(parameter.member, '.', parameter.name);
+std::string Unit::qualified(int member, const std::string& name) const {
+  if (!paths_.empty()) return concat(paths_[static_cast<std::size_t>(member)], '.', name);
+  return members == 1 ? name : concat(member, '.', name);
 }
 
 void Unit::add_groups(std::vector<ParameterSlot> slots, const std::vector<std::int64_t>& shard_dims) {
@@ -72,6 +75,7 @@ void Unit::add_groups(std::vector<ParameterSlot> slots, const std::vector<std::i
   const MixedPrecisionPolicy& policy = options_.mp_policy;
   for (Draft& draft : drafts) {
     GroupOptions group{.unit = name_, .shard_comm = shard_comm_, .replicate_comm = replicate_comm_};
+    group.device = at::Device(options_.mesh.device_type()).type();
     const bool floating = at::isFloatingType(draft.dtype);
     group.compute_dtype = floating ? policy.param_dtype.value_or(draft.dtype) : draft.dtype;
     group.reduce_dtype = floating ? policy.reduce_dtype.value_or(group.compute_dtype) : draft.dtype;
@@ -166,15 +170,19 @@ void Unit::describe(std::vector<std::string>& lines) const {
   lines.push_back(concat("unit ", name_, ": ", options_.mesh.to_string(), ", layout ",
                          options_.shard_layout == ShardLayout::kRagged ? "ragged" : "per-parameter",
                          options_.comm_fusion ? "" : " unfused", ", param_dtype ", dtype(policy.param_dtype), ", reduce_dtype ",
-                         dtype(policy.reduce_dtype), ", reshard_after_forward ", reshard_after_forward()));
+                         dtype(policy.reduce_dtype), ", reshard_after_forward ", reshard_after_forward(),
+                         options_.replica_init == ReplicaInit::kNone    ? ""
+                         : options_.replica_init == ReplicaInit::kCheck ? ", replicas compared"
+                                                                        : ", replicas broadcast"));
   for (const auto& group : groups_) {
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ManagedParameter& parameter = group->parameters()[i];
       lines.push_back(concat("parameter ", qualified(parameter), " of unit ", name_, ": ", group->shard().scalar_type(), ' ',
                              at::IntArrayRef(parameter.full_shape), ", sharded on dim ", group->layout().parameter(i).shard_dim,
-                             parameter.trainable ? "" : ", frozen"));
+                             parameter.trainable ? "" : ", frozen", parameter.uninitialised ? ", began on the meta device" : ""));
     }
   }
+  for (const auto& buffer : buffers_without_values()) lines.push_back(concat("buffer ", buffer.first, " has no values"));
 }
 
 bool Unit::reshards_after_forward() const {

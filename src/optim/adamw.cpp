@@ -79,6 +79,10 @@ void AdamW::collect(const fsdp::ShardedGroup& shard, Group& group, std::vector<B
     group.exp_avg = at::zeros_like(shard.shard);
     group.exp_avg_sq = at::zeros_like(shard.shard);
   }
+  if (group.exp_avg.scalar_type() != shard.shard.scalar_type()) {  // the model was converted
+    group.exp_avg = group.exp_avg.to(shard.shard.scalar_type());
+    group.exp_avg_sq = group.exp_avg_sq.to(shard.shard.scalar_type());
+  }
   for (const Run& run : runs) {
     auto batch = std::find_if(batches.begin(), batches.end(),
                               [&](const Batch& b) { return b.dtype == shard.shard.scalar_type() && b.decays == run.decays; });

@@ -14,7 +14,8 @@
 
 namespace hyper_parallel {
 
-/// Dtypes of compute and of gradient reduction. The sharded parameters keep their own dtype (the master precision).
+/// Dtypes of compute and of gradient reduction. The sharded parameters keep their own dtype (the master precision),
+/// and so do buffers: HSDPModule::cast_buffers casts them.
 struct MixedPrecisionPolicy {
   /// Dtype of gathered parameters, and so of compute and gradients. Default: the parameter's own.
   std::optional<c10::ScalarType> param_dtype = {};
@@ -26,6 +27,13 @@ struct MixedPrecisionPolicy {
   /// Cast floating inputs of the unit's forward to `param_dtype` (only when that is set).
   bool cast_forward_inputs = true;
   friend bool operator==(const MixedPrecisionPolicy&, const MixedPrecisionPolicy&) = default;
+};
+
+/// What happens to the parameters of the replicas before the first forward that follows wrapping, loading or initialisation.
+enum class ReplicaInit {
+  kNone,   ///< nothing: whoever gives them values gives them alike
+  kCheck,  ///< shards must be equal byte for byte; otherwise ValueError on all of them, naming the first parameter that is not
+  kBroadcast,  ///< the first replica's values are sent to the others
 };
 
 /// Options of fully_shard. Aggregate: use designated initialisers in this order.
@@ -45,6 +53,8 @@ struct FullyShardOptions {
   /// The ragged layout has always one.
   bool comm_fusion = true;
   ShardLayout shard_layout = ShardLayout::kPerParameter;
+  /// What the first forward does about replicas (HSDP) that may have begun with different values.
+  ReplicaInit replica_init = ReplicaInit::kNone;
 };
 
 }  // namespace hyper_parallel
