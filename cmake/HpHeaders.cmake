@@ -13,6 +13,7 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/dtensor/placement.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/comm_hooks.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/group_layout.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/init.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/policy.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/unit.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/zero.h
@@ -20,6 +21,7 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/mesh/device_mesh.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/checkpoint.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/fully_shard.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/init.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/library.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/module.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/walk.h

@@ -6,12 +6,14 @@
 #include <hyper_parallel/core/log.h>
 #include <hyper_parallel/core/trace.h>
 #include <hyper_parallel/dtensor/dtensor.h>
+#include <hyper_parallel/fsdp/init.h>
 #include <hyper_parallel/fsdp/policy.h>
 #include <hyper_parallel/fsdp/unit.h>
 #include <hyper_parallel/fsdp/zero.h>
 #include <hyper_parallel/mesh/device_mesh.h>
 #include <hyper_parallel/nn/checkpoint.h>
 #include <hyper_parallel/nn/fully_shard.h>
+#include <hyper_parallel/nn/init.h>
 #include <hyper_parallel/nn/library.h>
 #include <hyper_parallel/nn/module.h>
 #include <hyper_parallel/optim/adamw.h>

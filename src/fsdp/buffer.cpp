@@ -27,6 +27,11 @@ void MemoryPool::give(Block block) {
   free_.insert(place, std::move(block));
 }
 
+void MemoryPool::clear() {
+  for (const Block& block : free_) capacity_ -= block.bytes;
+  free_.clear();
+}
+
 SwappedBuffer::SwappedBuffer(std::int64_t numel, const at::TensorOptions& options, std::string guard_message)
     : message_(std::move(guard_message)) {
   bytes_ = flat_bytes(numel, options);

@@ -10,8 +10,8 @@
 
 namespace hyper_parallel::fsdp {
 
-/// Free blocks by size. Blocks are never returned to the allocator before the pool dies, so a loop that repeats itself allocates
-/// nothing. Thread safety: one thread at a time.
+/// Free blocks by size. Blocks are returned to the allocator by clear() and by the end of the pool only, so a loop that repeats
+/// itself allocates nothing. Thread safety: one thread at a time.
 class MemoryPool {
  public:
   struct Block {
@@ -26,6 +26,8 @@ class MemoryPool {
   /// The smallest free block of at least `bytes` and at most 1.25 times that, or a new one of exactly `bytes`.
   [[nodiscard]] Block take(std::size_t bytes);
   void give(Block block);
+  /// Returns the free blocks to the allocator.
+  void clear();
   /// Bytes taken from the allocator so far.
   [[nodiscard]] std::size_t capacity() const { return capacity_; }
 

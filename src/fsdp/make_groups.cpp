@@ -54,6 +54,7 @@ GroupOptions group_options(const std::string& unit, const Draft& draft, const Fu
   group.compute_dtype = floating ? policy.param_dtype.value_or(draft.dtype) : draft.dtype;
   group.reduce_dtype = floating ? policy.reduce_dtype.value_or(group.compute_dtype) : draft.dtype;
   group.main_grad = floating && policy.apply_grad_on_fp32_main_grad;
+  group.device = at::Device(options.mesh.device_type()).type();
   if (const auto* offload = std::get_if<CPUOffloadPolicy>(&options.offload_policy)) {
     group.offload = true;
     group.pin_memory = offload->pin_memory && options.mesh.device_type() != "cpu";

@@ -32,10 +32,8 @@ void check_parameter(const ParameterSlot& slot, const DeviceMesh& mesh, const st
                             where()));
   }
   check_value(parameter.layout() == at::kStrided, kOp, "parameter is ", parameter.layout(), ", want Strided", where());
-  check_value(!parameter.is_meta(), kOp, "parameter is on the meta device, want real values: initialise the module first",
-              where());
-  check_value(parameter.device().type() == at::Device(mesh.device_type()).type(), kOp, "parameter is on ", parameter.device(),
-              ", want ", mesh.device_type(), ", the device of the mesh", where());
+  check_value(parameter.is_meta() || parameter.device().type() == at::Device(mesh.device_type()).type(), kOp, "parameter is on ",
+              parameter.device(), ", want ", mesh.device_type(), ", the device of the mesh", where());
   check_value(parameter.is_leaf(), kOp, "parameter is not a leaf, want a torch::nn parameter", where());
   check_value(!parameter.requires_grad() || at::isFloatingType(parameter.scalar_type()), kOp, "trainable parameter is ",
               parameter.scalar_type(), ", want a floating type", where());
@@ -105,8 +103,9 @@ bool stays_whole(const ParameterSlot& slot, const FullyShardOptions& options) {
 
 DeviceMesh default_mesh(const std::vector<ParameterSlot>& slots) {
   const World world = current_world();
+  const auto real = std::find_if(slots.begin(), slots.end(), [](const auto& slot) { return !slot.parameter.is_meta(); });
   const std::string device =
-      slots.empty() ? "cpu" : c10::DeviceTypeName(slots.front().parameter.device().type(), /*lower_case=*/true);
+      real == slots.end() ? "cpu" : c10::DeviceTypeName(real->parameter.device().type(), /*lower_case=*/true);
   return init_device_mesh(device, {world.size()}, {"dp_shard"});
 }
 

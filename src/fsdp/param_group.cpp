@@ -1,18 +1,23 @@
 #include "fsdp/param_group.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty.h>
 
 #include "fsdp/flat_tensor.h"
 
 namespace hyper_parallel::fsdp {
 namespace {
 
-at::TensorOptions options_of(const ParameterSlot& slot) {
-  return slot.parameter.options().requires_grad(false).memory_format({});
+at::TensorOptions options_of(const std::vector<ParameterSlot>& slots, at::DeviceType device) {
+  // Parameters on meta tell the dtype only.
+  const auto real = std::find_if(slots.begin(), slots.end(), [](const auto& slot) { return !slot.parameter.is_meta(); });
+  const at::TensorOptions options = slots.front().parameter.options().requires_grad(false).memory_format({});
+  return options.device(real == slots.end() ? at::Device(device) : real->parameter.device());
 }
 
 std::string guard_message(const std::string& unit) {
@@ -20,6 +25,12 @@ std::string guard_message(const std::string& unit) {
       "[fully_shard] the parameters of unit ", unit,
       " are resharded: they were used outside of its forward. Call the module itself (holder(x) or holder->forward(x), not a "
       "pointer to its Impl), return every tensor that the loss depends on from its forward, or call unshard() first.");
+}
+
+std::string no_memory_message(const std::string& unit) {
+  return concat("[fully_shard] the parameters of unit ", unit,
+                " have no memory yet: they began on the meta device. Call to_empty and reset_parameters, load_full or "
+                "load_from_rank0 on the root's handle.");
 }
 
 /// In a world of one nothing needs to be freed, so that a forward behind the hooks works there and fails on two ranks. Debug
@@ -40,15 +51,17 @@ ParamGroup::ParamGroup(GroupLayout layout, std::vector<ParameterSlot> slots, Gro
   at::NoGradGuard no_grad;
   rank_ = options_.shard_comm.rank();
   replicas_ = options_.replicate_comm.defined() ? options_.replicate_comm.size() : 1;
-  master_ = options_of(slots.front());
-  compute_ = master_.dtype(options_.compute_dtype);
+  master_ = options_of(slots, options_.device);
   if (options_.offload) master_ = master_.device(at::kCPU);
-  const bool alone_here = layout_.world() == 1 && (options_.replicated || !strict_guard());
-  aliased_ = alone_here && options_.compute_dtype == master_.dtype() && master_.device() == compute_.device();
-  choose_wire_dtype();
+  may_alias_ = layout_.world() == 1 && (options_.replicated || !strict_guard());
+  set_dtypes(options_.compute_dtype, options_.reduce_dtype);
 
   fill_shard(slots);
-  build_full_views(slots);
+  for (const auto& parameter : parameters_) {
+    parameter.full.mutable_grad() = at::Tensor();
+    parameter.full.set_requires_grad(false);
+  }
+  build_full_views();
   build_gather_copies();
   make_leaves(slots);
 }
@@ -60,9 +73,22 @@ c10::Allocator* ParamGroup::host_allocator() const {
   return options_.shard_comm.allocator();
 }
 
+void ParamGroup::set_dtypes(at::ScalarType compute, at::ScalarType reduce) {
+  options_.compute_dtype = compute;
+  options_.reduce_dtype = reduce;
+  compute_ = (options_.offload ? master_.device(options_.device) : master_).dtype(compute);
+  aliased_ = may_alias_ && compute_.dtype() == master_.dtype() && compute_.device() == master_.device();
+  choose_wire_dtype();
+}
+
 void ParamGroup::fill_shard(const std::vector<ParameterSlot>& slots) {
-  shard_ = allocate_flat(layout_.shard_numel(), master_, host_allocator());
-  shard_.zero_();
+  const bool no_values = std::all_of(slots.begin(), slots.end(), [](const auto& slot) { return slot.parameter.is_meta(); });
+  if (no_values) {
+    shard_ = at::empty({layout_.shard_numel()}, master_.device(at::kMeta));
+  } else {
+    shard_ = allocate_flat(layout_.shard_numel(), master_, host_allocator());
+    shard_.zero_();
+  }
   for (std::size_t i = 0; i < slots.size(); ++i) {
     const auto& slice = layout_.slice(i, rank_);
     ManagedParameter parameter;
@@ -72,34 +98,39 @@ void ParamGroup::fill_shard(const std::vector<ParameterSlot>& slots) {
     parameter.full = slots[i].parameter;
     parameter.trainable = slots[i].parameter.requires_grad();
     parameter.home = shard_.narrow(0, slice.shard_offset, slice.numel).view(slice.shape);
+    parameter.uninitialised = slots[i].parameter.is_meta();
+    if (!parameter.uninitialised && slice.numel > 0) parameter.home.copy_(own_part(slots[i].parameter.detach(), i));
     parameters_.push_back(std::move(parameter));
-    if (slice.numel > 0) parameters_[i].home.copy_(own_part(slots[i].parameter.detach(), i));
   }
 }
 
-at::Tensor ParamGroup::own_part(const at::Tensor& whole, std::size_t i) const {
-  const auto& slice = layout_.slice(i, rank_);
+at::Tensor ParamGroup::part_of(const at::Tensor& whole, std::size_t i, int shard_rank) const {
+  const auto& slice = layout_.slice(i, shard_rank);
   if (layout_.kind() == ShardLayout::kRagged)
     return whole.contiguous().view(-1).narrow(0, slice.start, slice.numel).view(slice.shape);
-  if (whole.dim() == 0) return whole;
+  if (whole.dim() == 0) return slice.numel > 0 ? whole : whole.reshape({1}).narrow(0, 0, 0);
   const std::int64_t dim = layout_.parameter(i).shard_dim;
   return whole.narrow(dim, slice.start, slice.shape[static_cast<std::size_t>(dim)]);
 }
 
-void ParamGroup::build_full_views(const std::vector<ParameterSlot>& slots) {
+at::Tensor ParamGroup::own_part(const at::Tensor& whole, std::size_t i) const { return part_of(whole, i, rank_); }
+
+void ParamGroup::build_full_views() {
+  at::Tensor flat = shard_;
+  full_ = {};
+  part_ = {};
   if (!aliased_) {
     const std::int64_t cuts = options_.post_forward_comm.defined() ? options_.post_forward_comm.size() : 1;
     const std::int64_t part = (layout_.full_numel() + cuts - 1) / cuts;
     full_ = SwappedBuffer(part * cuts, compute_, guard_message(options_.unit));
     if (cuts > 1) part_ = SwappedBuffer(part, compute_, "[fully_shard] internal: part of the parameters used after it was freed");
+    flat = full_.flat();
+  } else if (on_meta()) {
+    // Autograd must know the device from the start, so the model's handles wait on a storage without memory.
+    flat = SwappedBuffer(layout_.full_numel(), compute_, no_memory_message(options_.unit)).flat();
   }
-  const at::Tensor& flat = aliased_ ? shard_ : full_.flat();
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    at::Tensor& full = parameters_[i].full;
-    full.mutable_grad() = at::Tensor();
-    full.set_requires_grad(false);
-    full.set_data(flat.narrow(0, layout_.full_offset(i), layout_.numel(i)).view(parameters_[i].full_shape));
-  }
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    become(parameters_[i].full, flat.narrow(0, layout_.full_offset(i), layout_.numel(i)).view(parameters_[i].full_shape));
 }
 
 void ParamGroup::make_leaves(const std::vector<ParameterSlot>& slots) {
@@ -107,6 +138,7 @@ void ParamGroup::make_leaves(const std::vector<ParameterSlot>& slots) {
     auto& parameter = parameters_[i];
     // variable_data: same memory, own version counter, so that optimizer writes are not seen as writes to other parameters.
     parameter.sharded = parameter.home.variable_data();
+    if (parameter.uninitialised) parameter.unwritten = Unwritten(parameter.sharded);
     parameter.sharded.set_requires_grad(parameter.trainable);
     for (const auto& install : slots[i].install) install(parameter.sharded);
   }
@@ -139,7 +171,7 @@ bool ParamGroup::readopt() {
     check_value(
         moved.scalar_type() == shard_.scalar_type() && moved.device() == shard_.device(), "fully_shard", describe(i), " became ",
         moved.scalar_type(), " on ", moved.device(), ", want ", shard_.scalar_type(), " on ", shard_.device(),
-        ": Module::to sees only the shard. Convert the module before fully_shard, or set MixedPrecisionPolicy::param_dtype");
+        ", like the other parameters of its dtype in the unit: convert the whole unit, or set MixedPrecisionPolicy::param_dtype");
     const bool local = moved.sizes() == parameter.home.sizes();
     check_value(local || moved.sizes() == at::IntArrayRef(parameter.full_shape), "fully_shard", describe(i),
                 " was replaced by a tensor of shape ", moved.sizes(), ", want this rank's part ", parameter.home.sizes(),
@@ -149,6 +181,7 @@ bool ParamGroup::readopt() {
     if (parameter.home.numel() > 0) parameter.home.copy_(local ? values : own_part(values, i));
     parameter.sharded.set_data(parameter.home);
     any = true;
+    parameter.uninitialised = false;
   }
   return any;
 }

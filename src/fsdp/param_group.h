@@ -20,6 +20,7 @@
 #include <hyper_parallel/fsdp/unit.h>
 
 #include "fsdp/buffer.h"
+#include "fsdp/unwritten.h"
 
 namespace hyper_parallel::fsdp {
 
@@ -43,6 +44,7 @@ struct GroupOptions {
   bool replicated = false;  ///< whole on every rank, though the unit is sharded
   bool main_grad = false;   ///< gradients are fp32 and not in `.grad`
   bool offload = false, pin_memory = false;
+  at::DeviceType device = at::kCPU;  ///< of the gathered parameters, and without offload of the shards; parameters may be on meta
   const CommSettings* settings = nullptr;
 };
 
@@ -67,7 +69,9 @@ struct ManagedParameter {
   at::Tensor grad_home;  ///< where the gradient must live: a view of the flat gradient
   at::Tensor main_grad;  ///< the gradient, when it is not S.grad
   bool trainable = true;
-  bool present = false;  ///< some backward since the last reduction produced a gradient here, on this rank
+  bool uninitialised = false;  ///< began on the meta device, and no function of ours has given it values
+  Unwritten unwritten;         ///< tells whether somebody else has
+  bool present = false;        ///< some backward since the last reduction produced a gradient here, on this rank
 };
 
 /// A communication under way: ours or the user's.
@@ -113,6 +117,24 @@ class ParamGroup {
   /// Changes with every write to a shard that torch counts (not those of its C++ optimizers).
   [[nodiscard]] std::uint64_t version() const;
 
+  /// True while the shard has no memory.
+  [[nodiscard]] bool on_meta() const { return shard_.is_meta(); }
+  /// Gives a shard on the meta device memory; its values are marked as unwritten. No-op otherwise.
+  void materialize();
+  /// Copies this rank's part of `whole` (any dtype) into the shard.
+  void set_value(std::size_t i, const at::Tensor& whole);
+  /// Part of the whole parameter i that `shard_rank` owns; a view where possible.
+  [[nodiscard]] at::Tensor part_of(const at::Tensor& whole, std::size_t i, int shard_rank) const;
+  /// Where this rank's part of parameter i is, as one row.
+  [[nodiscard]] at::Tensor home_row(std::size_t i) const;
+  /// ValueError, naming the parameters, while the shard has no memory.
+  void check_memory(std::string_view op) const;
+  /// The dtype that all leaves have got from outside (Module::to), nullopt when it is the shard's or they differ.
+  [[nodiscard]] std::optional<at::ScalarType> dtype_from_outside() const;
+  /// Changes the master dtype, in which .grad is kept as well, and with it the dtypes of compute and reduction. Values of
+  /// leaves that were converted from outside are taken over. Local accumulation and gathered copies must be gone.
+  void convert(at::ScalarType master, at::ScalarType compute, at::ScalarType reduce);
+
   /// From the shards, or, after cut(), from the parts that are left.
   void start_gather(MemoryPool& pool);
   void finish_gather(MemoryPool& pool);
@@ -146,6 +168,7 @@ class ParamGroup {
   [[nodiscard]] bool alone() const;
   /// Bytes that this group holds outside the pool.
   [[nodiscard]] std::int64_t shard_bytes() const { return static_cast<std::int64_t>(shard_.nbytes()); }
+  [[nodiscard]] std::int64_t shard_bytes_held() const { return on_meta() ? 0 : shard_bytes(); }
   [[nodiscard]] std::int64_t grad_bytes() const { return grad_.defined() ? static_cast<std::int64_t>(grad_.nbytes()) : 0; }
   /// What grad_bytes is once there is a gradient.
   [[nodiscard]] std::int64_t planned_grad_bytes() const;
@@ -168,7 +191,9 @@ class ParamGroup {
   enum class Stage { kIdle, kReduceScatter, kAllReduce };
 
   void fill_shard(const std::vector<ParameterSlot>& slots);
-  void build_full_views(const std::vector<ParameterSlot>& slots);
+  void build_full_views();
+  void rehome();
+  void set_dtypes(at::ScalarType compute, at::ScalarType reduce);
   void build_gather_copies();
   void make_leaves(const std::vector<ParameterSlot>& slots);
   [[nodiscard]] at::Tensor own_part(const at::Tensor& whole, std::size_t i) const;
@@ -202,7 +227,8 @@ class ParamGroup {
   int replicas_ = 1;
 
   at::Tensor shard_, grad_;
-  bool aliased_ = false;  ///< world 1, same dtype: the gathered storage is the shard itself
+  bool may_alias_ = false;  ///< the guard's strictness, decided once
+  bool aliased_ = false;    ///< world 1, same dtype: the gathered storage is the shard itself
   SwappedBuffer full_;
   SwappedBuffer gathered_;  ///< rank-major gather output when it is not the full buffer
   SwappedBuffer part_;      ///< this rank's part of full_ between forward and backward

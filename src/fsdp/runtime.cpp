@@ -11,6 +11,7 @@
 
 #include <hyper_parallel/core/log.h>
 
+#include "fsdp/settle_values.h"
 #include "fsdp/unit_impl.h"
 
 namespace hyper_parallel::fsdp {
@@ -90,6 +91,9 @@ void Runtime::decide_budgets() {
 }
 
 void Runtime::agree() {
+  for (Unit* unit : units_) {
+    for (auto& group : unit->groups()) group->readopt();  // torch::load may have brought values
+  }
   decide_budgets();
   // One comparison per group of ranks.
   std::vector<std::pair<Comm, std::vector<std::string>>> plans;
@@ -97,6 +101,7 @@ void Runtime::agree() {
   for (const auto& [comm, lines] : plans) {
     if (comm.size() > 1) comm.check_same("fully_shard", lines, {.label = "agreement of units"});
   }
+  settle_values(units_);
   agreed_ = true;
 }
 
@@ -107,6 +112,9 @@ void Runtime::begin_forward(Unit& unit) {
   // The recomputation of a checkpoint. Its backward may run in a nested call of the engine, whose end would come too early for
   // ours: enter while the outermost one is current.
   if (inside_autograd && depth_ == 0 && at::GradMode::is_enabled()) enter_backward();
+  if (depth_ == 0 && !in_backward_) {
+    for (Unit* each : units_) each->follow_module();
+  }
   if (!agreed_) agree();
   if (depth_++ > 0 || in_backward_) return;
   ++pass_;

@@ -33,6 +33,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   [[nodiscard]] std::int64_t pass() const { return pass_; }
   [[nodiscard]] bool idle() const { return !in_backward_ && depth_ == 0 && in_flight_.empty(); }
 
+  /// The next forward compares the ranks again.
+  void renew_agreement() { agreed_ = false; }
   void begin_forward(Unit& unit);
   /// After the unit is unsharded: starts the gather of the one that came next the last time.
   void look_ahead_forward(Unit& unit);

@@ -20,7 +20,9 @@ const std::string& UnitHandle::name() const { return unit_->name(); }
 bool UnitHandle::is_unsharded() const { return unit_->is_unsharded(); }
 
 UnshardHandle UnitHandle::unshard(bool async_op) const {
+  unit_->follow_module();
   unit_->refresh();
+  for (auto& group : unit_->groups()) group->check_memory("unshard");
   unit_->start_unshard();
   unit_->held = true;
   if (async_op) return UnshardHandle(unit_);
@@ -32,6 +34,7 @@ void UnitHandle::reshard() const { unit_->reshard(); }
 
 void UnitHandle::visit(bool recurse, const std::function<void(Unit&, ParamGroup&, std::size_t)>& f) const {
   for (Unit* unit : unit_->reached(recurse)) {
+    unit->follow_module();
     for (auto& group : unit->groups()) {
       group->readopt();
       for (std::size_t i = 0; i < group->parameters().size(); ++i) f(*unit, *group, i);
@@ -59,6 +62,7 @@ void UnitHandle::zero_grad(bool set_to_none) const {
 std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
   std::vector<ShardedGroup> groups;
   for (Unit* unit : unit_->reached(recurse)) {
+    unit->follow_module();
     for (auto& group : unit->groups()) {
       group->readopt();
       ShardedGroup& result = groups.emplace_back();
@@ -83,7 +87,7 @@ MemoryUse UnitHandle::memory_use() const {
   MemoryUse use;
   for (Unit* unit : unit_->reached(true)) {
     for (auto& group : unit->groups()) {
-      use.shards += group->shard_bytes();
+      use.shards += group->shard_bytes_held();
       use.gradients += group->grad_bytes();
     }
   }

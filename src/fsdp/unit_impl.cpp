@@ -15,6 +15,9 @@
 namespace hyper_parallel::fsdp {
 
 torch::autograd::variable_list UnitNode::apply(torch::autograd::variable_list&& gradients) {
+  check_value(!retired_, "fully_shard",
+              "backward of a forward from before the parameters were converted, want one forward after ",
+              "the conversion and its backward");
   if (const auto unit = unit_.lock()) unit->post_backward(std::move(gradients));
   return {};
 }
@@ -40,9 +43,9 @@ Unit::~Unit() {
   }
 }
 
-std::string Unit::qualified(const ManagedParameter& parameter) const {
-  if (!paths_.empty()) return concat(paths_[static_cast<std::size_t>(parameter.member)], '.', parameter.name);
-  return members == 1 ? parameter.name : concat(parameter.member, '.', parameter.name);
+std::string Unit::qualified(int member, const std::string& name) const {
+  if (!paths_.empty()) return concat(paths_[static_cast<std::size_t>(member)], '.', name);
+  return members == 1 ? name : concat(member, '.', name);
 }
 
 void Unit::add_groups(std::vector<std::unique_ptr<ParamGroup>> groups) {
@@ -148,7 +151,10 @@ void Unit::describe(std::vector<std::string>& lines) const {
                          options_.shard_layout == ShardLayout::kRagged ? "ragged" : "per-parameter",
                          options_.comm_fusion ? "" : " unfused", ", param_dtype ", dtype(policy.param_dtype), ", reduce_dtype ",
                          dtype(policy.reduce_dtype), policy.apply_grad_on_fp32_main_grad ? ", fp32 main gradients" : "",
-                         ", reshard_after_forward ", after_forward_text()));
+                         ", reshard_after_forward ", after_forward_text(),
+                         options_.replica_init == ReplicaInit::kNone    ? ""
+                         : options_.replica_init == ReplicaInit::kCheck ? ", replicas compared"
+                                                                        : ", replicas broadcast"));
   for (const auto& group : groups_) {
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ManagedParameter& parameter = group->parameters()[i];
@@ -156,9 +162,10 @@ void Unit::describe(std::vector<std::string>& lines) const {
                              at::IntArrayRef(parameter.full_shape),
                              group->options().replicated ? std::string(", whole")
                                                          : concat(", sharded on dim ", group->layout().parameter(i).shard_dim),
-                             parameter.trainable ? "" : ", frozen"));
+                             parameter.trainable ? "" : ", frozen", parameter.uninitialised ? ", began on the meta device" : ""));
     }
   }
+  for (const auto& buffer : buffers_without_values()) lines.push_back(concat("buffer ", buffer.first, " has no values"));
 }
 
 /// The root's backward comes first: by default its parameters stay.

@@ -1,9 +1,12 @@
 #pragma once
 // A unit: its groups, its autograd node, and the phases of a step.
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <c10/util/intrusive_ptr.h>
@@ -28,6 +31,11 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   /// Once, before anything else.
   void add_groups(std::vector<std::unique_ptr<ParamGroup>> groups);
+  /// Changes master dtypes; see fsdp::convert.
+  void convert(const std::function<std::optional<at::ScalarType>(const ParamGroup&)>& choose);
+  /// Converts groups whose leaves the module's own `to` has converted, all of them alike.
+  void follow_module();
+  void cast_buffers(at::ScalarType dtype);
   /// Puts the units below `children` into this unit's tree.
   void adopt(const std::vector<ChildUnit>& children);
 
@@ -59,7 +67,11 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void reset();
 
   [[nodiscard]] const std::string& name() const { return name_; }
-  [[nodiscard]] std::string qualified(const ManagedParameter& parameter) const;
+  [[nodiscard]] std::string qualified(const ManagedParameter& parameter) const {
+    return qualified(parameter.member, parameter.name);
+  }
+  /// Name below the outermost unit of what has this name below a member of this unit.
+  [[nodiscard]] std::string qualified(int member, const std::string& name) const;
   [[nodiscard]] const FullyShardOptions& options() const { return options_; }
   [[nodiscard]] std::vector<std::unique_ptr<ParamGroup>>& groups() { return groups_; }
   [[nodiscard]] const Comm& data_parallel_comm() const { return data_parallel_comm_; }
@@ -80,6 +92,20 @@ class Unit : public std::enable_shared_from_this<Unit> {
   [[nodiscard]] std::vector<Unit*> reached(bool recurse);
   /// Units directly below, in module order.
   [[nodiscard]] std::vector<Unit*> children() const;
+
+  /// The front end's answer to: which buffers do this unit's modules have? Names relative to the member.
+  struct NamedBuffer {
+    int member = 0;
+    std::string name;
+    at::Tensor buffer;
+  };
+  std::function<std::vector<NamedBuffer>()> list_buffers;
+  /// Buffers by the name below the outermost unit.
+  [[nodiscard]] std::vector<std::pair<std::string, at::Tensor>> buffers() const;
+  /// Those that began on the meta device and have no values.
+  [[nodiscard]] std::vector<std::pair<std::string, at::Tensor>> buffers_without_values() const;
+  /// Gives memory to buffers on the meta device and marks them as unwritten.
+  void materialize_buffers();
 
   int members = 1;  ///< modules that form this unit
 
@@ -118,6 +144,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
  private:
   enum class State { kSharded, kUnsharding, kUnsharded };
 
+  void reconnect();
   void connect(ManagedParameter& parameter, std::size_t group, std::size_t index_in_group);
   void call_hooks(std::vector<at::Tensor>& gradients);
   void sync_requires_grad();
@@ -155,7 +182,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   trace::AsyncSpan unshard_span_, reduce_span_;
   bool gather_verified_ = false;
   bool reduce_verified_ = false;
-  std::vector<std::vector<at::Tensor>> gradients_;  // by group and parameter, empty between backwards
+  std::unordered_map<const void*, Unwritten> unwritten_buffers_;  // by tensor
+  std::vector<std::vector<at::Tensor>> gradients_;                // by group and parameter, empty between backwards
 };
 
 /// UnitHandle::plan_memory, with the present decisions about memory budgets.

@@ -15,6 +15,11 @@ class UnitNode : public torch::autograd::Node {
  public:
   explicit UnitNode(std::weak_ptr<Unit> unit) : Node(next_sequence_number(), {}), unit_(std::move(unit)) {}
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  /// For graphs that were made before the parameters changed their dtype: apply throws.
+  void retire() {
+    unit_.reset();
+    retired_ = true;
+  }
   std::string name() const override { return "HyperParallelUnit"; }
   [[nodiscard]] std::shared_ptr<Unit> unit() const { return unit_.lock(); }
 
@@ -27,6 +32,7 @@ class UnitNode : public torch::autograd::Node {
   }
 
   std::weak_ptr<Unit> unit_;
+  bool retired_ = false;
 };
 
 }  // namespace hyper_parallel::fsdp

@@ -11,6 +11,9 @@
 #include <torch/nn/modules/container/parameterlist.h>
 #include <torch/nn/modules/embedding.h>
 
+#include "fsdp/unit_impl.h"
+#include "nn/access.h"
+
 namespace hyper_parallel {
 namespace {
 
@@ -18,10 +21,7 @@ using torch::nn::Module;
 
 constexpr std::string_view kOp = "fully_shard";
 
-/// Registered parameters are reached through the protected member.
-struct Access : Module {
-  static auto& parameters(Module& module) { return module.*(&Access::parameters_); }
-};
+using nn::Access;
 
 struct Collected {
   std::vector<fsdp::ParameterSlot> slots;
@@ -99,6 +99,30 @@ nn::HookedBase& hooks_of(Module& module) {
   return *hooked;
 }
 
+/// Buffers of `module` and of the modules below it that belong to the same unit.
+void list_buffers(Module& module, int member, const std::string& prefix, bool top, std::unordered_set<const Module*>& visited,
+                  std::vector<fsdp::Unit::NamedBuffer>& buffers) {
+  const auto* hooked = dynamic_cast<const nn::HookedBase*>(&module);
+  if ((!top && hooked != nullptr && hooked->unit() != nullptr) || !visited.insert(&module).second) return;
+  for (const auto& entry : module.named_buffers(/*recurse=*/false)) {
+    if (entry.value().defined()) buffers.push_back({member, prefix + entry.key(), entry.value()});
+  }
+  for (const auto& child : module.named_children())
+    list_buffers(*child.value(), member, prefix + child.key() + '.', false, visited, buffers);
+}
+
+/// The engine knows no modules; it asks for their buffers. The modules own the unit, so it must not own them.
+std::function<std::vector<fsdp::Unit::NamedBuffer>()> buffer_list(const std::vector<std::shared_ptr<Module>>& roots) {
+  return [members = std::vector<std::weak_ptr<Module>>(roots.begin(), roots.end())] {
+    std::vector<fsdp::Unit::NamedBuffer> buffers;
+    std::unordered_set<const Module*> visited;
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      if (const auto module = members[i].lock()) list_buffers(*module, static_cast<int>(i), "", true, visited, buffers);
+    }
+    return buffers;
+  };
+}
+
 bool is_below(const Module& module, const Module& ancestor) {
   const auto children = ancestor.children();
   return std::any_of(children.begin(), children.end(),
@@ -155,6 +179,7 @@ std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& 
   Collected collected = collector.take();
   const auto unit = fsdp::make_unit(display_name(*roots.front()), std::move(collected.slots), options, collected.children,
                                     static_cast<int>(roots.size()));
+  unit->list_buffers = buffer_list(roots);
   for (std::size_t i = 0; i < hooks.size(); ++i) hooks[i]->set_unit(unit, static_cast<int>(i));
 
   // The gradient of a look-up does not read the table; what a subclass does is unknown.

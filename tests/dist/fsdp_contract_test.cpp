@@ -257,13 +257,17 @@ TEST(TorchLoad, WholeTensorsAreCut) {
   });
 }
 
-TEST(ModuleTo, DtypeIsRefusedByName) {
+TEST(ModuleTo, OfAPartOfAGroupIsRefusedByName) {
   run_ranks(2, [] {
     Mlp mlp(6, 5);
     fully_shard(mlp, on_all());
-    mlp->to(torch::kDouble);
-    EXPECT_THAT([&] { (void)mlp(torch::ones({2, 6})); }, ThrowsMessage<ValueError>(HasSubstr("became Double")));
-    mlp->to(torch::kFloat);
+    mlp->a->to(torch::kDouble);
+    EXPECT_THAT(
+        [&] {
+          (void)mlp(torch::ones({2, 6}));
+        },
+        ThrowsMessage<ValueError>(HasSubstr("parameter a.weight of unit Mlp became Double")));
+    mlp->a->to(torch::kFloat);
     EXPECT_EQ(mlp(torch::ones({2, 6})).size(0), 2) << "and works again when it is taken back";
   });
 }

@@ -15,7 +15,8 @@
 
 namespace hyper_parallel {
 
-/// Dtypes of compute and of gradient reduction. The sharded parameters keep their own dtype (the master precision).
+/// Dtypes of compute and of gradient reduction. The sharded parameters keep their own dtype (the master precision),
+/// and so do buffers: HSDPModule::cast_buffers casts them.
 struct MixedPrecisionPolicy {
   /// Dtype of gathered parameters, and so of compute and gradients. Default: the parameter's own.
   std::optional<c10::ScalarType> param_dtype = {};
@@ -58,6 +59,13 @@ struct MemoryBudget {
 ///  - MemoryBudget: true or false for each unit, decided when the first forward begins
 using ReshardAfterForward = std::variant<bool, int, MemoryBudget>;
 
+/// What happens to the parameters of the replicas before the first forward that follows wrapping, loading or initialisation.
+enum class ReplicaInit {
+  kNone,   ///< nothing: whoever gives them values gives them alike
+  kCheck,  ///< shards must be equal byte for byte; otherwise ValueError on all of them, naming the first parameter that is not
+  kBroadcast,  ///< the first replica's values are sent to the others
+};
+
 /// Options of fully_shard. Aggregate: use designated initialisers in this order.
 struct FullyShardOptions {
   /// 1-D: shards over it. 2-D: axis 0 replicates, axis 1 shards (HSDP). Undefined: one axis over the whole world on the
@@ -86,6 +94,8 @@ struct FullyShardOptions {
   /// Parameters of fewer bytes than this stay whole, like replicate_params.
   std::int64_t threshold = 0;
   ShardLayout shard_layout = ShardLayout::kPerParameter;
+  /// What the first forward does about replicas (HSDP) that may have begun with different values.
+  ReplicaInit replica_init = ReplicaInit::kNone;
 };
 
 }  // namespace hyper_parallel

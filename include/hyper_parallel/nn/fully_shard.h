@@ -3,14 +3,17 @@
 #include <concepts>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <hyper_parallel/fsdp/init.h>
 #include <hyper_parallel/fsdp/policy.h>
 #include <hyper_parallel/fsdp/unit.h>
+#include <hyper_parallel/nn/init.h>
 #include <hyper_parallel/nn/module.h>
 
 namespace hyper_parallel {
@@ -41,9 +44,42 @@ class HP_API HSDPModule : public fsdp::UnitHandle {
   requires std::invocable<Fn&, Args...>
   auto call(Fn&& fn, Args&&... args) const { return nn::detail::run_in_unit(unit(), member(), fn, std::forward<Args>(args)...); }
 
+  // Values. All of these want a model between two steps (ValueError otherwise), work on the whole tree below this handle, keep
+  // the registered leaves, so that optimizers built before go on, and let the next forward compare the ranks again.
+
+  /// Gives memory to parameters and buffers on the meta device; what has values keeps them. What has none by the first forward is
+  /// named there. Local. ValueError: `device` is not the mesh's.
+  void to_empty(at::Device device = at::kCPU) const;
+  /// Initialises every parameter as torch's constructors would: for each parameter the module that registers it, and then the
+  /// modules around it from the inside out, run their reset_parameters() on a whole tensor of that parameter; everything else is
+  /// on meta meanwhile. Modules of torch's and those declared with HP_MODULE are known; `reset` is asked first. Random numbers
+  /// come from a generator seeded from `seed` and the parameter's name: the values do not depend on world, mesh, layout or units.
+  /// Buffers without values are initialised likewise. Memory: one parameter besides the shards. Local; pass the same seed on all
+  /// ranks of a mesh. ValueError: a parameter that no module initialises (those before it have their values then).
+  void reset_parameters(std::uint64_t seed, const nn::ResetModule& reset = {}) const;
+  /// The same with a function that fills one whole parameter at a time, by name; see fsdp::reset_parameters.
+  void reset_parameters(std::uint64_t seed, const fsdp::InitParameter& init) const;
+  /// Whole values of parameters and buffers that every rank has; each keeps its part. Local; see fsdp::load_full.
+  void load_full(const fsdp::NamedTensors& values, bool strict = true) const;
+  /// Whole values of parameters and buffers that rank 0 has, sent part by part. Collective; see fsdp::load_from_rank0.
+  void load_from_rank0(const fsdp::NamedTensors& values, bool strict = true) const;
+
+  // Conversions. Module::to(dtype) on the whole module does the same at its next forward; these do it at once.
+
+  /// Another master dtype for floating parameters, their gradients, and buffers. Local, on all ranks; see fsdp::convert.
+  void to(at::ScalarType dtype) const;
+  /// No-op; ValueError: `device` is not the mesh's.
+  void to(at::Device device) const;
+  void half() const { to(at::kHalf); }
+  void bfloat16() const { to(at::kBFloat16); }
+  /// Buffers keep their dtype whatever `mp_policy` says; this casts the floating ones. Local, on all ranks.
+  void cast_buffers(at::ScalarType dtype) const;
+
  private:
   /// Position of the module among those that form the unit.
   [[nodiscard]] int member() const;
+  void check_defined(std::string_view op) const;
+  void check_device(std::string_view op, at::Device device) const;
 
   std::shared_ptr<torch::nn::Module> module_;
 };
@@ -53,7 +89,8 @@ class HP_API HSDPModule : public fsdp::UnitHandle {
 /// Parameters of inner modules on which fully_shard was called before stay with those: wrap inner modules first, the whole model
 /// last. Afterwards `module->parameters()` are this rank's shards, to be given to an optimizer; gradients are averaged over all
 /// ranks of the mesh. The module must be declared with HP_MODULE. Local: nothing is sent before the first forward, where all
-/// ranks compare what they have wrapped. Values are taken from each rank's own module: seed all ranks alike. \return the handle
+/// ranks compare what they have wrapped. Values are taken from each rank's own module: seed all ranks alike, or
+/// build it without memory (nn/init.h) and give it values afterwards. \return the handle
 /// of the unit; its methods are in fsdp/unit.h ValueError (the module is unchanged): module without hooks or wrapped before, mesh
 /// of more than two axes, parameter on another device than the mesh, shard dim out of range, parameter that belongs to another
 /// unit, ParameterList or ParameterDict inside.

@@ -25,6 +25,8 @@ class HookedBase {
   [[nodiscard]] const std::shared_ptr<fsdp::Unit>& unit() const noexcept { return unit_; }
   [[nodiscard]] int member() const noexcept { return member_; }
   /// `member`: position of this module among the modules that form the unit.
+  /// Runs the module's own `void reset_parameters()`; false when it has none that is public and takes no arguments.
+  virtual bool reset_own_parameters() { return false; }
   void set_unit(std::shared_ptr<fsdp::Unit> unit, int member) {
     unit_ = std::move(unit);
     member_ = member;
@@ -85,6 +87,13 @@ class Hooked;
   class Hooked<Impl, Result (Class::*)(Args...) QUALIFIER> : public Impl, public HookedBase {                       \
    public:                                                                                                          \
     using Impl::Impl;                                                                                               \
+    bool reset_own_parameters() override {                                                                          \
+      if constexpr (requires(Impl & impl) { impl.reset_parameters(); }) {                                           \
+        Impl::reset_parameters();                                                                                   \
+        return true;                                                                                                \
+      }                                                                                                             \
+      return false;                                                                                                 \
+    }                                                                                                               \
     Result forward(Args... args) { return hooked_call(std::forward<Args>(args)...); }                               \
                                                                                                                     \
     /* Runs Impl::forward inside the unit's phases; also takes fewer arguments where Impl::forward has defaults. */ \
