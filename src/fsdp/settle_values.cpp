@@ -102,11 +102,11 @@ std::string difference(const Unit& unit, const ParamGroup& group) {
 
 void settle_replicas(Unit& unit) {
   const ReplicaInit wish = unit.options().replica_init;
-  if (wish == ReplicaInit::kNone || unit.options().mesh.ndim() == 1) return;
+  if (wish == ReplicaInit::kNone || unit.data_parallel_comm().size() == 1) return;
   std::string found;
   for (auto& group : unit.groups()) {
     const Comm& replicate = group->options().replicate_comm;
-    if (replicate.size() == 1) continue;
+    if (!replicate.defined() || replicate.size() == 1) continue;
     if (wish == ReplicaInit::kBroadcast) {
       replicate.broadcast(group->shard(), 0, {.label = unit.name()}).wait();
     } else if (const std::string text = difference(unit, *group); found.empty()) {
