@@ -63,7 +63,8 @@ const void* Inbox::source(const Entry& entry) const {
       return entry.bytes <= kInlineBytes ? entry.payload.data() : nullptr;
     case Place::kStaged:
     case Place::kArena:
-      return entry.where <= arena_->size() && entry.bytes <= arena_->size() - entry.where ? arena_->data() + entry.where : nullptr;
+      return entry.where <= arena_->size() && entry.bytes <= arena_->size() - entry.where ? arena_->data() + entry.where
+                                                                                          : nullptr;
     case Place::kAddress:
       return reinterpret_cast<const void*>(entry.where);
   }

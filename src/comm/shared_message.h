@@ -40,7 +40,7 @@ struct SharedReceive final : SharedMessage {
 /// The other side of a pair.
 struct SharedPeer {
   std::shared_ptr<Mapping> arena;
-  FileDescriptor process;    ///< readable when the process has ended; none for a rank of this process
+  FileDescriptor process;     ///< readable when the process has ended; none for a rank of this process
   bool same_process = false;  ///< its addresses are valid here
 };
 

@@ -110,7 +110,7 @@ class SharedTransport final : public Transport {
 
   SharedGroup group_;
   Seat& me_;
-  std::mutex mutex_;  ///< this rank's thread against its helper
+  std::mutex mutex_;        ///< this rank's thread against its helper
   std::deque<Outbox> out_;  ///< by peer
   std::deque<Inbox> in_;
   bool aborted_ = false;

@@ -156,6 +156,7 @@ void Trainer::announce() {
                          format_count(splits.validation.tokens()), " to validate on"));
   progress_.print(concat("Batch      ", config_.train.batch_size, " sequences of ", config_.data.seq_len, " tokens = ",
                          world_.size(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
+  progress_.print(concat("Transport  ", comm_.transport_name()));
   const fsdp::MemoryUse engine = root_.plan_memory(/*local_accumulation=*/plan_.accumulation > 1);
   progress_.print(memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool}));
 }
