@@ -35,6 +35,7 @@ struct SharedReceive final : SharedMessage {
   using SharedMessage::SharedMessage;
   std::string error;  ///< why it failed
   bool closed = false;
+  bool to_read = false;  ///< may stay with the sender; then `slot` is its entry
 };
 
 /// The other side of a pair.
