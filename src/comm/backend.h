@@ -53,6 +53,13 @@ class Transport {
   virtual Handle receive(const at::Tensor& bytes, int peer, int tag) = 0;
   /// Blocks until the message has left (send) or arrived (receive). Throws TransportError.
   virtual void wait(const Handle& handle, std::chrono::milliseconds timeout) = 0;
+
+  /// Like `receive`, for bytes that are read once: a transport that can see the sender's memory may leave them there. After
+  /// `wait`, `borrow` says where they are, null for in `bytes`, and they stay there until `give_back`. Throws TransportError.
+  virtual Handle receive_to_read(const at::Tensor& bytes, int peer, int tag) { return receive(bytes, peer, tag); }
+  virtual const void* borrow(const Handle& /*handle*/) { return nullptr; }
+  virtual void give_back(const Handle& /*handle*/) noexcept {}
+
   /// What moves the bytes, e.g. "gloo".
   [[nodiscard]] virtual const char* name() const noexcept = 0;
   /// Closes all connections so that the peers notice at once. Nothing may be posted or waited for afterwards.

@@ -173,6 +173,7 @@ Work Comm::reduce_scatter_single(const at::Tensor& output, const at::Tensor& inp
   }
   Started started(impl_, kOp, nbytes * comm.size, options.label, options.timeout);
   auto& op = *started.op;
+  op.read_once = true;
   for (int k = 1; k < comm.size; ++k) {
     const int from = (comm.rank - k + comm.size) % comm.size;
     op.post_receive(space, from * nbytes, nbytes, from);
@@ -225,6 +226,7 @@ Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options)
     if (!enough) op.scratch = byte_buffer(comm.allocator, std::max(needed, kDirectAllReduceBytes * comm.size));
     space = op.scratch;
   }
+  op.read_once = !direct;  // a direct one must free what it sends before it reads: see `overwrite`
   for (int k = 1; k < comm.size; ++k) {
     const int from = (comm.rank - k + comm.size) % comm.size;
     op.post_receive(space, from * own * width, own * width, from);

@@ -73,6 +73,7 @@ struct Work::Impl {
   std::vector<Message> sends;
   std::vector<Message> late_receives;  ///< second phase of all_reduce, posted with the first
   bool reduce = false;                 ///< run `task` over `rows` when all has arrived
+  bool read_once = false;              ///< `receives` are rows, numbered by peer, and may stay with them
   bool overwrite = false;              ///< `task` writes where `sends` read
   bool spread = false;                 ///< then send the result (own chunk of `tensor`) to all
   ReduceTask task;
@@ -83,6 +84,7 @@ struct Work::Impl {
   at::Tensor scratch;    ///< small receive space, kept with the pool
 
   void run();
+  void reduce_where_they_are();
   void post_send(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes, int peer, std::uint32_t salt = 0);
   void post_receive(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes, int peer, std::uint32_t salt = 0,
                     bool late = false);

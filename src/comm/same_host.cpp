@@ -9,8 +9,8 @@
 
 #include <sched.h>
 #include <sys/syscall.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <hyper_parallel/core/log.h>
 
@@ -127,7 +127,8 @@ class Meeting {
       if (offers[r].front() == kNo) return concat(kNo, "rank ", r, ": ", offers[r].substr(1));
       const auto lines = lines_of(offers[r].substr(1));
       if (r == 0) host = lines.at(0);
-      if (lines.at(0) != host) return concat(kNo, "ranks 0 and ", r, " are on different hosts, in different containers or of different users");
+      if (lines.at(0) != host)
+        return concat(kNo, "ranks 0 and ", r, " are on different hosts, in different containers or of different users");
       text += '\n' + lines.at(1);
     }
     return text;

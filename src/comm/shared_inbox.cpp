@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include <hyper_parallel/core/error.h>
 
@@ -11,18 +12,18 @@ Inbox::Inbox(const Mailbox& mailbox, int from, int to, std::shared_ptr<Mapping> 
     : lane_(mailbox.lane(from, to)), peer_(mailbox.seat(from)), arena_(std::move(arena)) {}
 
 void Inbox::post(const Message& message) {
-  advance();
+  advance(false);
   const auto found = std::find_if(arrived_.begin(), arrived_.end(), [&](const Arrived& one) { return one.tag == message->tag; });
   if (found == arrived_.end()) {
     posted_.push_back(message);
     return;
   }
   if (found->copy == nullptr) --waiting_;
-  fetch(*message, *found);
+  deliver(message, *found);
   arrived_.erase(found);
 }
 
-bool Inbox::advance() {
+bool Inbox::advance(bool help) {
   bool finished = false;
   const auto tail = word(lane_.tail).load(std::memory_order_acquire);
   for (; head_ != tail; ++head_) {
@@ -34,16 +35,18 @@ bool Inbox::advance() {
       ++waiting_;
       continue;
     }
-    fetch(**found, message);
+    deliver(*found, message);
     posted_.erase(found);
     finished = true;
   }
-  // Every entry holds a message that nobody has asked for, and what was asked for is queued behind them.
-  if (waiting_ >= kEntries && !posted_.empty()) make_room();
+  if (help) fetch_held(false);
+  // Every entry holds a message that nobody reads now, and what was asked for is queued behind them.
+  if (waiting_ + held_.size() >= kEntries && !posted_.empty()) make_room();
   return finished;
 }
 
 void Inbox::make_room() {
+  fetch_held(true);
   for (auto& message : arrived_) {
     if (message.copy != nullptr) continue;
     auto& entry = lane_.entries[message.slot];
@@ -63,7 +66,8 @@ const void* Inbox::source(const Entry& entry) const {
       return entry.bytes <= kInlineBytes ? entry.payload.data() : nullptr;
     case Place::kStaged:
     case Place::kArena:
-      return entry.where <= arena_->size() && entry.bytes <= arena_->size() - entry.where ? arena_->data() + entry.where : nullptr;
+      return entry.where <= arena_->size() && entry.bytes <= arena_->size() - entry.where ? arena_->data() + entry.where
+                                                                                          : nullptr;
     case Place::kAddress:
       return reinterpret_cast<const void*>(entry.where);
   }
@@ -79,6 +83,48 @@ void Inbox::finish(Entry& entry) {
   word(entry.state).store(kEntryDone, std::memory_order_seq_cst);
   ring(peer_.bell);
   if (word(lane_.backlog).load(std::memory_order_seq_cst) != 0) ring(peer_.helper);
+}
+
+void Inbox::deliver(const Message& message, Arrived& from) {
+  auto& entry = lane_.entries[from.slot];
+  const bool stays = message->to_read && from.copy == nullptr && entry.bytes > kInlineBytes && entry.bytes == message->size() &&
+                     source(entry) != nullptr && word(entry.wanted).load(std::memory_order_acquire) == 0;
+  if (!stays) return fetch(*message, from);
+  message->slot = from.slot;
+  message->done = true;
+  held_.push_back(message);
+}
+
+// Copies messages that could have stayed: those that the sender waits for, or all.
+void Inbox::fetch_held(bool all) {
+  std::erase_if(held_, [&](const Message& message) {
+    if (!all && word(lane_.entries[message->slot].wanted).load(std::memory_order_acquire) == 0) return false;
+    Arrived from{message->tag, std::exchange(message->slot, kEntries)};
+    message->done = false;
+    fetch(*message, from);
+    return true;
+  });
+}
+
+const void* Inbox::borrow(SharedReceive& message) {
+  if (message.slot == kEntries) return nullptr;
+  auto& entry = lane_.entries[message.slot];
+  const auto held = std::find_if(held_.begin(), held_.end(), [&](const Message& one) { return one.get() == &message; });
+  if (claim(entry)) {
+    lent_.push_back(*held);
+  } else {
+    message.done = false;
+    message.slot = kEntries;
+  }
+  held_.erase(held);
+  return message.done ? source(entry) : nullptr;
+}
+
+void Inbox::give_back(SharedReceive& message) {
+  const auto lent = std::find_if(lent_.begin(), lent_.end(), [&](const Message& one) { return one.get() == &message; });
+  if (lent == lent_.end()) return;
+  finish(lane_.entries[std::exchange(message.slot, kEntries)]);
+  lent_.erase(lent);
 }
 
 void Inbox::fetch(SharedReceive& message, Arrived& from) {
@@ -102,6 +148,8 @@ void Inbox::fetch(SharedReceive& message, Arrived& from) {
 void Inbox::abandon() {
   posted_.clear();
   arrived_.clear();
+  held_.clear();
+  while (!lent_.empty()) give_back(*lent_.back());
 }
 
 }  // namespace hyper_parallel

@@ -18,9 +18,14 @@ class Inbox {
 
   /// Copies the message if it is there, or remembers where it goes.
   void post(const Message& message);
-  /// Fetches what has been announced for the remembered ones. True when a receive was finished, well or badly.
-  bool advance();
-  /// Forgets everything: nothing is written any more.
+  /// Fetches what has been announced for the remembered ones. True when a receive was finished, well or badly. `help`: also what
+  /// could stay with the sender, if that waits for it.
+  bool advance(bool help);
+  /// Where the sender has the bytes of a finished receive, which must not change them now; null when they were copied. False in
+  /// `message.done` when the sender took them back.
+  const void* borrow(SharedReceive& message);
+  void give_back(SharedReceive& message);
+  /// Forgets everything: nothing is read or written any more.
   void abandon();
 
  private:
@@ -30,7 +35,9 @@ class Inbox {
     std::unique_ptr<unsigned char[]> copy = {};  ///< of the bytes; then the entry is the sender's again
     std::uint64_t bytes = 0;
   };
+  void deliver(const Message& message, Arrived& from);
   void fetch(SharedReceive& message, Arrived& from);
+  void fetch_held(bool all);
   bool claim(Entry& entry);
   void finish(Entry& entry);
   void make_room();
@@ -43,6 +50,8 @@ class Inbox {
   std::deque<Message> posted_;   ///< without a message. No tag is in both lists
   std::deque<Arrived> arrived_;  ///< without a receive
   std::size_t waiting_ = 0;      ///< of these, how many occupy entries
+  std::vector<Message> held_;    ///< finished, bytes still with the sender
+  std::vector<Message> lent_;    ///< of these, being read
 };
 
 }  // namespace hyper_parallel

@@ -35,12 +35,13 @@ struct SharedReceive final : SharedMessage {
   using SharedMessage::SharedMessage;
   std::string error;  ///< why it failed
   bool closed = false;
+  bool to_read = false;  ///< may stay with the sender; then `slot` is its entry
 };
 
 /// The other side of a pair.
 struct SharedPeer {
   std::shared_ptr<Mapping> arena;
-  FileDescriptor process;    ///< readable when the process has ended; none for a rank of this process
+  FileDescriptor process;     ///< readable when the process has ended; none for a rank of this process
   bool same_process = false;  ///< its addresses are valid here
 };
 

@@ -42,7 +42,7 @@ class Outbox {
   Seat& peer_;
   std::shared_ptr<Arena> arena_;
   bool same_process_;
-  std::vector<Word> free_;         ///< entries
+  std::vector<Word> free_;  ///< entries
   std::vector<Message> under_way_;
   std::deque<Message> queue_;
 };

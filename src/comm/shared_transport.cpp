@@ -53,17 +53,18 @@ class SharedTransport final : public Transport {
     auto message = c10::make_intrusive<SharedSend>(bytes, peer, tag);
     const std::lock_guard lock(mutex_);
     check_open(peer);
-    advance();
+    advance(false);
     out(peer).post(message);
     return message;
   }
 
-  Handle receive(const at::Tensor& bytes, int peer, int tag) override {
-    auto message = c10::make_intrusive<SharedReceive>(bytes, peer, tag);
+  Handle receive(const at::Tensor& bytes, int peer, int tag) override { return post_receive(bytes, peer, tag, false); }
+  Handle receive_to_read(const at::Tensor& bytes, int peer, int tag) override { return post_receive(bytes, peer, tag, true); }
+  const void* borrow(const Handle& handle) override;
+  void give_back(const Handle& handle) noexcept override {
     const std::lock_guard lock(mutex_);
-    check_open(peer);
-    in(peer).post(message);
-    return message;
+    auto& message = static_cast<SharedReceive&>(*handle);
+    in(message.peer).give_back(message);
   }
 
   void wait(const Handle& handle, milliseconds timeout) override;
@@ -75,6 +76,14 @@ class SharedTransport final : public Transport {
   [[nodiscard]] const char* name() const noexcept override { return "samehost"; }
 
  private:
+  Handle post_receive(const at::Tensor& bytes, int peer, int tag, bool to_read) {
+    auto message = c10::make_intrusive<SharedReceive>(bytes, peer, tag);
+    message->to_read = to_read;
+    const std::lock_guard lock(mutex_);
+    check_open(peer);
+    in(peer).post(message);
+    return message;
+  }
   [[nodiscard]] Outbox& out(int peer) { return out_[static_cast<std::size_t>(peer)]; }
   [[nodiscard]] Inbox& in(int peer) { return in_[static_cast<std::size_t>(peer)]; }
   [[nodiscard]] Seat& seat(int peer) const { return group_.mailbox.seat(peer); }
@@ -85,11 +94,11 @@ class SharedTransport final : public Transport {
     if (aborted_) throw_closed(peer);
   }
   // Does everything that can be done now; true when a receive was finished.
-  bool advance() {
+  bool advance(bool help) {
     bool finished = false;
     for (int r = 0; r < group_.size; ++r) {
       if (r == group_.rank) continue;
-      finished = in(r).advance() || finished;
+      finished = in(r).advance(help) || finished;
       out(r).advance();
     }
     return finished;
@@ -110,7 +119,7 @@ class SharedTransport final : public Transport {
 
   SharedGroup group_;
   Seat& me_;
-  std::mutex mutex_;  ///< this rank's thread against its helper
+  std::mutex mutex_;        ///< this rank's thread against its helper
   std::deque<Outbox> out_;  ///< by peer
   std::deque<Inbox> in_;
   bool aborted_ = false;
@@ -121,12 +130,21 @@ class SharedTransport final : public Transport {
 bool SharedTransport::is_done(SharedMessage& message) {
   const std::lock_guard lock(mutex_);
   check_open(message.peer);
-  advance();
+  advance(false);
   if (auto* send = dynamic_cast<SharedSend*>(&message)) return out(message.peer).done(*send);
   const auto& receive = static_cast<const SharedReceive&>(message);
   if (receive.closed) throw_closed(message.peer);
   if (!receive.error.empty()) throw TransportError(TransportError::Kind::kOther, receive.error);
   return receive.done;
+}
+
+const void* SharedTransport::borrow(const Handle& handle) {
+  const std::lock_guard lock(mutex_);
+  auto& message = static_cast<SharedReceive&>(*handle);
+  check_open(message.peer);
+  const void* where = in(message.peer).borrow(message);
+  if (!message.done) throw_closed(message.peer);
+  return where;
 }
 
 bool SharedTransport::urge(SharedMessage& message) {
@@ -179,7 +197,7 @@ void SharedTransport::help() {
     {
       const std::lock_guard lock(mutex_);
       if (stopping_) return;
-      if (advance()) ring(me_.bell);
+      if (advance(true)) ring(me_.bell);
     }
     sleep_on(me_.helper, seen, milliseconds(60'000));
   }

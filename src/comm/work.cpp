@@ -133,17 +133,35 @@ void Work::Impl::post_receive(const at::Tensor& data, std::int64_t offset, std::
   comm->counters.bytes_received += nbytes;
   if (nbytes == 0 || comm->transport == nullptr) return;
   try {
-    auto handle = comm->transport->receive(byte_view(data, offset, nbytes), peer, make_tag(tag_seed, nbytes, salt));
+    const auto tag = make_tag(tag_seed, nbytes, salt);
+    const auto space = byte_view(data, offset, nbytes);
+    auto handle =
+        read_once && !late ? comm->transport->receive_to_read(space, peer, tag) : comm->transport->receive(space, peer, tag);
     (late ? late_receives : receives).push_back({std::move(handle), peer});
   } catch (const TransportError& error) {
     comm->fail(*this, peer, error);
   }
 }
 
+// Rows that the transport left with their senders are read there.
+void Work::Impl::reduce_where_they_are() {
+  for (const auto& message : receives) {
+    try {
+      const void* there = comm->transport->borrow(message.handle);
+      if (there != nullptr) rows[static_cast<std::size_t>(message.peer)] = there;
+    } catch (const TransportError& error) {
+      comm->fail(*this, message.peer, error);
+    }
+  }
+  reduce_rows(task, rows);
+  for (const auto& message : receives) comm->transport->give_back(message.handle);
+  receives.clear();
+}
+
 void Work::Impl::run() {
   if (comm->broken) comm->throw_broken(op);
   const auto deadline = Clock::now() + timeout;
-  const auto wait_all = [&](std::vector<Message>& messages) {
+  const auto wait_all = [&](std::vector<Message>& messages, bool keep = false) {
     for (const auto& message : messages) {
       try {
         comm->transport->wait(message.handle, remaining(deadline));
@@ -151,11 +169,11 @@ void Work::Impl::run() {
         comm->fail(*this, message.peer, error);
       }
     }
-    messages.clear();
+    if (!keep) messages.clear();
   };
-  wait_all(receives);
+  wait_all(receives, reduce);
   if (overwrite) wait_all(sends);
-  if (reduce) reduce_rows(task, rows);
+  if (reduce) reduce_where_they_are();
   if (spread) {
     const auto offset = static_cast<const char*>(task.output) - static_cast<const char*>(tensor.const_data_ptr());
     const auto nbytes = task.numel * tensor.element_size();
@@ -174,6 +192,7 @@ void Work::Impl::reset() noexcept {
   late_receives.clear();
   rows.clear();
   reduce = false;
+  read_once = false;
   overwrite = false;
   spread = false;
   tensor.reset();

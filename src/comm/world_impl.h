@@ -29,15 +29,15 @@ struct World::Impl {
   std::chrono::milliseconds timeout{};
 
   c10::intrusive_ptr<c10::intrusive_ptr_target> store;  ///< c10d::Store; null in a world of one
-  c10::Allocator* allocator = nullptr;  ///< the user's, or null
-  bool fake = false;      ///< dry run: groups have no peers
-  bool one_host = false;  ///< all ranks run on this host: connect through loopback
+  c10::Allocator* allocator = nullptr;                  ///< the user's, or null
+  bool fake = false;                                    ///< dry run: groups have no peers
+  bool one_host = false;                                ///< all ranks run on this host: connect through loopback
 
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<Comm::Impl>> groups;  ///< by device type and rank list
   std::shared_ptr<void> device;                               ///< Gloo's network device, shared by the groups
   SameHost same_host = SameHost::kOff;
-  std::shared_ptr<Arena> arena;                                 ///< this rank's memory that peers can read, once it is needed
+  std::shared_ptr<Arena> arena;                               ///< this rank's memory that peers can read, once it is needed
   std::map<std::string, std::weak_ptr<Mapping>> peer_arenas;  ///< that groups have mapped, by id
 };
 

@@ -198,6 +198,7 @@ void Trainer::announce() {
                          format_count(splits.validation.tokens()), " to validate on"));
   progress_.print(concat("Batch      ", config_.train.batch_size, " sequences of ", config_.data.seq_len, " tokens = ",
                          world_.size(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
+  progress_.print(concat("Transport  ", comm_.transport_name()));
   begin_micro_batch(true);
   const bool accumulates = plan_.accumulation > 1;
   const bool local = config_.parallel.zero_level > 0 ? config_.parallel.zero_level == 1 : config_.parallel.accumulation == "local";

@@ -170,7 +170,7 @@ INSTANTIATE_TEST_SUITE_P(All, Accounting, ::testing::ValuesIn(cases()), [](const
 /// Wrapping frees the original parameters: what is left is the shards.
 TEST(Wrapping, FreesTheOriginalParameters) {
   CountCpuAllocations count;
-  run_ranks(2, [&](int rank) {
+  run_ranks(2, RankOptions{.allocator = counting_allocator()}, [&](int rank) {
     const Comm all = current_world().comm();
     all.barrier();
     if (rank == 0) {

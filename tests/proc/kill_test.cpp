@@ -1,5 +1,11 @@
 // A rank dies or freezes while the others are in a collective: they stop in time, and say where and because of whom.
+#include <cerrno>
 #include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <set>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -45,6 +51,49 @@ TEST_P(Kill, SurvivorsStopAndNameOperationUnitAndPeer) {
 
 // Rank 0 also hosts the store.
 INSTANTIATE_TEST_SUITE_P(Victims, Kill, ::testing::Values(std::pair{2, 1}, std::pair{2, 0}, std::pair{3, 1}, std::pair{3, 0}));
+
+// Names in the folders where shared memory usually leaves some.
+std::set<std::string> shared_names() {
+  std::set<std::string> out;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) out.insert(entry.path().filename());
+  return out;
+}
+
+// Memory files of ours that the process has open or mapped.
+std::string shared_memory_of(pid_t pid) {
+  std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
+  std::string out;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("memfd:hyper_parallel") != std::string::npos) out += line + '\n';
+  }
+  return out;
+}
+
+// 20 deaths of a random rank at a random moment. The memory that ranks share must never have a name, or it would stay.
+TEST(RandomKills, LeaveNoProcessAndNoMemory) {
+  std::mt19937 random(7);
+  const auto names_before = shared_names();
+  for (int i = 0; i < 20; ++i) {
+    const int world = 2 + i % 2;
+    auto ranks = start_ranks(world, HP_WORLD_PROGRAM, {"loop", "15000"}, {{"HP_SAMEHOST", "1"}});
+    for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for_output("looping", 60s)) << rank.output();
+    for (const auto& rank : ranks) EXPECT_THAT(shared_memory_of(rank.pid()), HasSubstr("memfd:hyper_parallel arena (deleted)"));
+    const auto victim = random() % static_cast<unsigned>(world);
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 50'000));
+    ranks[victim].kill(SIGKILL);
+    const auto start = std::chrono::steady_clock::now();
+    for (unsigned r = 0; r < ranks.size(); ++r) {
+      EXPECT_EQ(ranks[r].wait(30s), r == victim ? 128 + SIGKILL : 3) << ranks[r].output();
+      if (r != victim) EXPECT_THAT(ranks[r].output(), HasSubstr("closed the connection"));
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - start, 14s) << "noticed before the timeout";
+    for (const auto& rank : ranks) {
+      EXPECT_EQ(::kill(rank.pid(), 0), -1);
+      EXPECT_EQ(errno, ESRCH) << "process " << rank.pid() << " is still there";
+    }
+  }
+  EXPECT_EQ(shared_names(), names_before);
+}
 
 TEST(Freeze, ATimeoutNamesTheRankThatDoesNotAnswer) {
   auto ranks = start_ranks(2, HP_WORLD_PROGRAM, {"loop", "2000"});
