@@ -11,6 +11,7 @@
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/core/trace.h>
 #include <hyper_parallel/mesh/device_mesh.h>
+#include <hyper_parallel/fsdp/zero.h>
 #include <hyper_parallel/optim/adamw.h>
 #include <hyper_parallel/optim/clip_grad.h>
 #include <hyper_parallel/optim/muon.h>
