@@ -267,7 +267,7 @@ struct Segment {
   std::vector<GeneratorState> random;
   std::vector<at::Device> devices;
   std::vector<AutocastState> autocast;
-  edge_list ends;             ///< of the segment's graph: the next edges of the node
+  edge_list ends;              ///< of the segment's graph: the next edges of the node
   std::size_t own_leaves = 0;  ///< further ends: leaves that fn makes, whose gradients nobody sees
 
   /// fn once more. Gives the roots of its graph by input of the node.
@@ -286,9 +286,9 @@ void Segment::check_same(const std::vector<at::Tensor>& again) const {
               outputs.size(), kWant);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const KeptOutput now = describe(again[i]), &before = outputs[i];
-    const bool same = now.defined == before.defined && now.sizes == before.sizes &&
-                      (!now.defined || (now.options.dtype() == before.options.dtype() &&
-                                        now.options.device() == before.options.device()));
+    const bool same =
+        now.defined == before.defined && now.sizes == before.sizes &&
+        (!now.defined || (now.options.dtype() == before.options.dtype() && now.options.device() == before.options.device()));
     check_value(same, kOp, "the recomputation gave output ", i, " as ", now.text(), ", the forward as ", before.text(), kWant);
   }
 }
@@ -331,8 +331,8 @@ edge_list Segment::recompute(NodeRange& range) const {
   }
   range.close();
   for (const Edge& root : roots)
-    check_value(range.contains(root.function.get()), kOp, "an output of the recomputation needs no gradient, that of the forward did",
-                kWant);
+    check_value(range.contains(root.function.get()), kOp,
+                "an output of the recomputation needs no gradient, that of the forward did", kWant);
   return roots;
 }
 
@@ -350,8 +350,8 @@ class CheckpointNode : public Node {
     }
     check_value(segment != nullptr, kOp, "backward a second time through a checkpoint that the first one has freed, ",
                 "want retain_graph = true in the first");
-    check_value(!at::GradMode::is_enabled(), kOp, "backward with create_graph = true, want false: ",
-                "derivatives of gradients do not pass a checkpoint");
+    check_value(!at::GradMode::is_enabled(), kOp,
+                "backward with create_graph = true, want false: ", "derivatives of gradients do not pass a checkpoint");
     check_unchanged(segment->inputs, " was changed in place after the forward");
     return backward(*segment, std::move(gradients));
   }

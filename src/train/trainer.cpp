@@ -162,6 +162,7 @@ void Trainer::announce() {
 
 void Trainer::build() {
   model_ = Llama(config_.model, static_cast<std::uint64_t>(config_.train.seed));
+  model_->checkpoint_every = checkpoint_every(config_.train.activation_checkpoint);
   root_ = fully_shard_llama(model_, shard_options(config_, make_mesh(plan_)));
   const OptimConfig& o = config_.optim;
   optim::AdamWOptions options{.lr = o.lr, .betas = {o.beta1, o.beta2}, .eps = o.eps, .weight_decay = o.weight_decay};

@@ -61,8 +61,8 @@ struct Scale {
 TEST(CheckpointFunction, ContainersInAndOut) {
   const Tensor a = leaf({3, 4}, 1), b = leaf({4}, 2), constant = wave({3, 4}, 3);
   const Tensor numbers = torch::tensor({2, 0, 1});
-  const auto fn = [](const Tensor& x, const std::vector<Tensor>& list, const std::optional<Tensor>& none, const Tensor& rows, int times,
-                     const Scale& scale, const std::string& name) {
+  const auto fn = [](const Tensor& x, const std::vector<Tensor>& list, const std::optional<Tensor>& none, const Tensor& rows,
+                     int times, const Scale& scale, const std::string& name) {
     Tensor y = torch::tanh(x * list[0] + list[1]).index_select(0, rows) * times * scale.factor;
     return Result{y.sin(), {{name, y.cos()}, {"rows", rows}}, none ? *none : y + list[1], static_cast<int>(y.dim())};
   };
@@ -269,7 +269,10 @@ TEST(CheckpointMistakes, AnotherResultTheSecondTime) {
   };
   using List = std::vector<Tensor>;
   const auto twice = [](const Tensor& x) { return List{x * 2}; };
-  EXPECT_THAT(varying(twice, [](const Tensor& x) { return List{x * 2, x}; }),
+  EXPECT_THAT(varying(twice,
+                      [](const Tensor& x) {
+                        return List{x * 2, x};
+                      }),
               HasSubstr("[checkpoint] the recomputation gave 2 tensors, the forward 1; want fn to compute the same again"));
   EXPECT_THAT(varying(twice, [](const Tensor& x) { return List{x.narrow(0, 0, 2) * 2}; }),
               HasSubstr("output 0 as float [2] on cpu, the forward as float [4] on cpu"));

@@ -58,8 +58,9 @@ const LabImpl::Body kCheckpointed = [](LabImpl& m, const Tensor& tokens) {
 };
 
 /// Sharded with `body` over W ranks against unsharded with `plain`, three steps.
-void expect_like_plain(const LabImpl::Body& body, const LabImpl::Body& plain, const char* what,
-                       const std::function<void(Lab&)>& prepare = [](Lab&) {}) {
+void expect_like_plain(
+    const LabImpl::Body& body, const LabImpl::Body& plain, const char* what,
+    const std::function<void(Lab&)>& prepare = [](Lab&) {}) {
   for (const int world : {1, 2, 4}) {
     run_ranks(world, [&] {
       Lab lab = make_lab(body), reference = make_lab(plain);
@@ -95,6 +96,18 @@ TEST(CheckpointSteps, TwoForwardsBeforeOneBackward) {
 
 /// An embedding in the segment is gathered again for its second look-up, which its backward alone would not need.
 TEST(CheckpointSteps, WholeForwardWithAnEmbedding) { expect_like_plain(kCheckpointed, kPlain, "embedding"); }
+
+/// Handles of parameters as inputs: their storage has come and gone between the two runs.
+TEST(CheckpointSteps, ParametersAsInputs) {
+  const auto body = [](bool checkpointed) {
+    return [checkpointed](LabImpl& m, const Tensor& tokens) {
+      const auto fn = [](const Tensor& x, const Tensor& w, const Tensor& b) { return torch::tanh(x * w + b) * w; };
+      const Tensor h = m.p(m.table(tokens));
+      return m.q(checkpointed ? checkpoint(fn, h, m.weight, h.detach()) : fn(h, m.weight, h.detach())) * m.weight;
+    };
+  };
+  expect_like_plain(body(true), body(false), "parameters as inputs");
+}
 
 TEST(CheckpointSteps, SharedWeights) {
   expect_like_plain(
@@ -188,7 +201,11 @@ TEST(CheckpointSteps, GradientsOfInputsByHand) {
       }
       root.zero_grad(), reference->zero_grad();
       expect_same_gradients(
-          lab, root, reference, [](Lab& m, int r) { return m(wave({2, 6}, r)).square().sum(); }, "and goes on");
+          lab, root, reference,
+          [](Lab& m, int r) {
+            return m(wave({2, 6}, r)).square().sum();
+          },
+          "and goes on");
     }
   });
 }
@@ -208,8 +225,7 @@ TEST(CheckpointSteps, ExceptionsThenTheNextStep) {
           ++runs;
           Tensor y = m.p(x);
           if (now == Where::kForward || (now == Where::kRecomputation && runs == 2)) throw Planned("planned");
-          if (now == Where::kNestedBackward)
-            y.register_hook([&](const Tensor&) { throw Planned("planned"); });
+          if (now == Where::kNestedBackward) y.register_hook([&](const Tensor&) { throw Planned("planned"); });
           return m.q(y);
         };
         return checkpoint(fn, m.table(tokens)) * m.weight;
