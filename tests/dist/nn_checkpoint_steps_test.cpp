@@ -246,6 +246,40 @@ TEST(CheckpointSteps, ExceptionsThenTheNextStep) {
   }
 }
 
+/// Two trees and a plain layer in one segment, and no unit around it that would have begun the backward before.
+TEST(CheckpointSteps, TreesWithoutACommonRoot) {
+  run_ranks(2, [](int rank) {
+    const auto make = [] {
+      struct Parts {
+        Mlp a{6, 5}, b{6, 7};
+        torch::nn::Linear head{6, 6};
+      } parts;
+      seed_parameters(*parts.a, 1), seed_parameters(*parts.b, 2), seed_parameters(*parts.head, 3);
+      return parts;
+    };
+    const auto run = [](auto& parts, const Tensor& x) { return torch::tanh(parts.head(parts.b(parts.a(x)))); };
+    auto sharded = make(), plain = make();
+    const HSDPModule a = fully_shard(sharded.a, on_all()), b = fully_shard(sharded.b, on_all(ShardLayout::kRagged, true));
+    a.set_reshard_after_forward(true);
+    for (int step = 0; step < 3; ++step) {
+      a.zero_grad(), b.zero_grad();
+      for (auto* module : {&sharded.head, &plain.head}) (*module)->zero_grad();
+      plain.a->zero_grad(), plain.b->zero_grad();
+      const Tensor x = wave({2, 6}, rank + step);
+      checkpoint([&](const Tensor& h) { return run(sharded, h); }, x).square().sum().backward();
+      run(plain, x).square().sum().backward();
+      EXPECT_TRUE(torch::equal(sharded.head->weight.grad(), plain.head->weight.grad())) << "not averaged: this rank's own";
+      const Comm all = a.data_parallel_comm();
+      for (const auto& [unit, reference] : {std::pair(a, plain.a), std::pair(b, plain.b)}) {
+        EXPECT_FALSE(unit.is_unsharded());
+        Tensors want = plain_gradients(*reference.ptr());
+        for (auto& entry : want) all.all_reduce(entry.second, {.scale = 0.5}).wait();
+        EXPECT_LT(relative_difference(full_gradients(unit), want), 1e-6);
+      }
+    }
+  });
+}
+
 /// What a checkpoint in the model's code keeps alive goes with the graph, also when no backward runs.
 TEST(CheckpointSteps, DroppedGraphsAndDyingModels) {
   run_ranks(2, [](int rank) {
