@@ -89,9 +89,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::map<int, LearnedOrder> forward_orders_;  // by outermost unit
   LearnedOrder* forward_order_ = nullptr;
   BackwardPlan backward_plan_;
-  std::vector<int> first_forwards_;  // units in order of their first forward
+  std::vector<int> first_forwards_;         // units in order of their first forward
   std::vector<std::vector<int>> segments_;  // units that run again together, until a backward has been learned
-  std::deque<BackwardEvent> deferred_;  // reductions that fell due while the unit's gradients were inside of a segment
+  std::deque<BackwardEvent> deferred_;      // reductions that fell due while the unit's gradients were inside of a segment
   std::deque<Unit*> in_flight_;
   at::Tensor presence_, all_presence_;
 };

@@ -25,7 +25,8 @@ class UnitNode : public torch::autograd::Node {
 
  private:
   /// Higher than that of any other node, so that the engine prefers this one over everything else that is ready. Of units that
-  /// become ready together, the one made last comes first: the engine's own choice between equals would depend on what else waits.
+  /// become ready together, the one made last comes first: the engine's own choice between equals would depend on what else
+  /// waits.
   static std::uint64_t next_sequence_number() {
     static std::atomic<std::uint64_t> next{std::uint64_t{1} << 63};
     return next++;

@@ -8,9 +8,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/alias.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -24,6 +22,7 @@
 #include "fsdp/segment.h"
 #include "fsdp/unit_impl.h"
 #include "fsdp/unit_node.h"
+#include "nn/call_context.h"
 
 namespace hyper_parallel::nn::detail {
 namespace {
@@ -34,110 +33,6 @@ using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 constexpr std::string_view kOp = "checkpoint";
-
-// ---- Surroundings of fn: random numbers and autocast.
-
-struct GeneratorState {
-  at::Generator generator;
-  at::Tensor state;
-};
-
-std::vector<GeneratorState> states_of(const std::vector<at::Generator>& generators) {
-  std::vector<GeneratorState> states;
-  for (at::Generator generator : generators) {
-    const std::lock_guard lock(generator.mutex());
-    states.push_back({generator, generator.get_state()});
-  }
-  return states;
-}
-
-void put_back(const std::vector<GeneratorState>& states) {
-  for (at::Generator generator; const GeneratorState& entry : states) {
-    generator = entry.generator;
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(entry.state);
-  }
-}
-
-/// Puts `states` into their generators; afterwards these go on where they were.
-class RandomGuard {
- public:
-  explicit RandomGuard(const std::vector<GeneratorState>& states) {
-    std::vector<at::Generator> generators;
-    for (const GeneratorState& entry : states) generators.push_back(entry.generator);
-    before_ = states_of(generators);
-    put_back(states);
-  }
-  ~RandomGuard() { put_back(before_); }
-  RandomGuard(const RandomGuard&) = delete;
-  RandomGuard& operator=(const RandomGuard&) = delete;
-
- private:
-  std::vector<GeneratorState> before_;
-};
-
-struct AutocastState {
-  at::DeviceType device;
-  bool enabled;
-  at::ScalarType dtype;
-};
-
-std::vector<AutocastState> autocast_of(const std::vector<at::Device>& devices) {
-  std::vector<AutocastState> states;
-  for (const at::Device& device : devices) {
-    const at::DeviceType type = device.type();
-    if (!at::autocast::is_autocast_available(type)) continue;
-    states.push_back({type, at::autocast::is_autocast_enabled(type), at::autocast::get_autocast_dtype(type)});
-  }
-  return states;
-}
-
-void put_back(const std::vector<AutocastState>& states) {
-  for (const AutocastState& state : states) {
-    at::autocast::set_autocast_enabled(state.device, state.enabled);
-    at::autocast::set_autocast_dtype(state.device, state.dtype);
-  }
-}
-
-/// Autocast as given. Its cache of casted weights is off: one that was filled in another segment would make the recomputation
-/// differ from the forward.
-class AutocastGuard {
- public:
-  AutocastGuard(const std::vector<AutocastState>& states, const std::vector<at::Device>& devices)
-      : before_(autocast_of(devices)), cache_(at::autocast::is_autocast_cache_enabled()) {
-    put_back(states);
-    at::autocast::set_autocast_cache_enabled(false);
-  }
-  ~AutocastGuard() {
-    put_back(before_);
-    at::autocast::set_autocast_cache_enabled(cache_);
-  }
-  AutocastGuard(const AutocastGuard&) = delete;
-  AutocastGuard& operator=(const AutocastGuard&) = delete;
-
- private:
-  std::vector<AutocastState> before_;
-  bool cache_;
-};
-
-/// CPU, and the other devices of `tensors`.
-std::vector<at::Device> devices_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Device> devices{at::Device(at::kCPU)};
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined() && std::find(devices.begin(), devices.end(), tensor.device()) == devices.end())
-      devices.push_back(tensor.device());
-  }
-  return devices;
-}
-
-std::vector<at::Generator> generators_of(const CheckpointOptions& options, const std::vector<at::Device>& devices) {
-  std::vector<at::Generator> generators = options.generators;
-  for (const at::Device& device : devices) {
-    if (options.preserve_rng_state && device.type() != at::kMeta)
-      generators.push_back(at::globalContext().defaultGenerator(device));
-  }
-  return generators;
-}
 
 // ---- The graph of a segment: its nodes are those that this thread made while fn ran.
 
@@ -264,10 +159,8 @@ struct Segment {
   Rerun rerun;
   std::vector<KeptInput> inputs;
   std::vector<KeptOutput> outputs;
-  std::vector<GeneratorState> random;
-  std::vector<at::Device> devices;
-  std::vector<AutocastState> autocast;
-  edge_list ends;             ///< of the segment's graph: the next edges of the node
+  CallContext context;
+  edge_list ends;              ///< of the segment's graph: the next edges of the node
   std::size_t own_leaves = 0;  ///< further ends: leaves that fn makes, whose gradients nobody sees
 
   /// fn once more. Gives the roots of its graph by input of the node.
@@ -286,9 +179,9 @@ void Segment::check_same(const std::vector<at::Tensor>& again) const {
               outputs.size(), kWant);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const KeptOutput now = describe(again[i]), &before = outputs[i];
-    const bool same = now.defined == before.defined && now.sizes == before.sizes &&
-                      (!now.defined || (now.options.dtype() == before.options.dtype() &&
-                                        now.options.device() == before.options.device()));
+    const bool same =
+        now.defined == before.defined && now.sizes == before.sizes &&
+        (!now.defined || (now.options.dtype() == before.options.dtype() && now.options.device() == before.options.device()));
     check_value(same, kOp, "the recomputation gave output ", i, " as ", now.text(), ", the forward as ", before.text(), kWant);
   }
 }
@@ -314,8 +207,7 @@ std::vector<std::optional<std::size_t>> Segment::match(const Boundary& again) co
 
 edge_list Segment::recompute(NodeRange& range) const {
   const at::AutoGradMode with_grad(true);
-  const RandomGuard random_guard(random);
-  const AutocastGuard autocast_guard(autocast, devices);
+  const ContextGuard as_in_forward(context);
   range = NodeRange();
   std::vector<at::Tensor> given;
   for (const KeptInput& input : inputs) {
@@ -331,8 +223,8 @@ edge_list Segment::recompute(NodeRange& range) const {
   }
   range.close();
   for (const Edge& root : roots)
-    check_value(range.contains(root.function.get()), kOp, "an output of the recomputation needs no gradient, that of the forward did",
-                kWant);
+    check_value(range.contains(root.function.get()), kOp,
+                "an output of the recomputation needs no gradient, that of the forward did", kWant);
   return roots;
 }
 
@@ -350,8 +242,8 @@ class CheckpointNode : public Node {
     }
     check_value(segment != nullptr, kOp, "backward a second time through a checkpoint that the first one has freed, ",
                 "want retain_graph = true in the first");
-    check_value(!at::GradMode::is_enabled(), kOp, "backward with create_graph = true, want false: ",
-                "derivatives of gradients do not pass a checkpoint");
+    check_value(!at::GradMode::is_enabled(), kOp,
+                "backward with create_graph = true, want false: ", "derivatives of gradients do not pass a checkpoint");
     check_unchanged(segment->inputs, " was changed in place after the forward");
     return backward(*segment, std::move(gradients));
   }
@@ -409,21 +301,19 @@ class CheckpointNode : public Node {
 struct CheckpointForward::State {
   Segment segment;
   fsdp::SegmentScope units;
-  std::optional<AutocastGuard> autocast;
+  std::optional<NoAutocastCache> no_cache;
   NodeRange range;
 };
 
 CheckpointForward::CheckpointForward(const CheckpointOptions& options, std::vector<at::Tensor> inputs)
     : state_(std::make_unique<State>()) {
   Segment& segment = state_->segment;
-  segment.devices = devices_of(inputs);
-  segment.random = states_of(generators_of(options, segment.devices));
-  segment.autocast = autocast_of(segment.devices);
+  segment.context = present_context(options.generators, options.preserve_rng_state, inputs);
   for (at::Tensor& input : inputs) {
     const auto version = version_of(input);
     segment.inputs.push_back({std::move(input), version});
   }
-  state_->autocast.emplace(segment.autocast, segment.devices);
+  state_->no_cache.emplace();
   state_->range = NodeRange();
 }
 
@@ -447,7 +337,7 @@ void remember(const std::vector<std::shared_ptr<fsdp::Unit>>& units) {
 void CheckpointForward::finish(const std::vector<at::Tensor*>& outputs, Rerun rerun) {
   Segment& segment = state_->segment;
   NodeRange& range = state_->range;
-  state_->autocast.reset();
+  state_->no_cache.reset();
   check_unchanged(segment.inputs, " was changed in place by fn");
 
   edge_list edges;

@@ -119,6 +119,13 @@ std::optional<std::int64_t> step_number(std::string_view text) {
 
 void check_consistency(const Config& c) {
   (void)traced_steps(c);
+  try {
+    const std::int64_t every = checkpoint_every(c.train.activation_checkpoint);
+    check_value(every <= c.model.n_layers, "config", "train.activation_checkpoint = \"", c.train.activation_checkpoint,
+                "\", want at most model.n_layers = ", c.model.n_layers, " blocks");
+  } catch (const ValueError& error) {
+    throw ValueError(concat(error.what(), " (", c.where("train.activation_checkpoint"), ")"));
+  }
   const ModelConfig& m = c.model;
   check_value(m.dim % m.n_heads == 0, "config", "model.dim = ", m.dim, ", want a multiple of model.n_heads = ", m.n_heads, " (",
               c.where("model.dim"), ")");
@@ -146,6 +153,20 @@ void check_consistency(const Config& c) {
 }
 
 }  // namespace
+
+std::int64_t checkpoint_every(const std::string& text) {
+  constexpr std::string_view kEvery = "block:";
+  std::int64_t every = text == "none" ? 0 : 1;
+  bool known = text == "none" || text == "block";
+  if (text.starts_with(kEvery)) {
+    const char* end = text.data() + text.size();
+    const auto [rest, error] = std::from_chars(text.data() + kEvery.size(), end, every);
+    known = error == std::errc() && rest == end && every >= 1;
+  }
+  check_value(known, "config", "train.activation_checkpoint = \"", text,
+              "\", want none, block, or block:N with an integer N >= 1");
+  return every;
+}
 
 std::string Config::where(const std::string& key) const {
   const auto it = sources.find(key);

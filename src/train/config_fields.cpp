@@ -40,6 +40,8 @@ void add_data_and_train(std::vector<Field>& fields, DataConfig& d, LoopConfig& t
       {"train", "max_seconds", &t.max_seconds, "time budget; the schedule anneals within it (0: none)", real(0, 1e9)});
   fields.push_back({"train", "eval_every", &t.eval_every, "steps between validations (0: only at start and end)", at_least(0)});
   fields.push_back({"train", "eval_windows", &t.eval_windows, "sequences of one validation", at_least(1)});
+  fields.push_back({"train", "activation_checkpoint", &t.activation_checkpoint,
+                    "blocks to compute again in backward: none, block (all) or block:N (every N-th)"});
   fields.push_back({"train", "trace", &t.trace, "trace file in the folder of the run, %r is the rank (empty: no trace)"});
   fields.push_back({"train", "trace_steps", &t.trace_steps, "steps that the trace covers: 3, 3-5 or all"});
 }

@@ -6,6 +6,8 @@
 
 #include <cmath>
 
+#include <hyper_parallel/nn/checkpoint.h>
+
 namespace hyper_parallel::train {
 namespace {
 
@@ -110,7 +112,11 @@ torch::Tensor LlamaImpl::forward(torch::Tensor tokens) {
               " tokens, want at most max_seq_len = ", config.max_seq_len);
   torch::Tensor x = embed_tokens(tokens);
   const torch::Tensor c = cos.narrow(0, 0, length).to(x.options()), s = sin.narrow(0, 0, length).to(x.options());
-  for (LlamaBlock& layer : layers) x = layer(x, c, s);
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const bool again = checkpoint_every > 0 && static_cast<std::int64_t>(i) % checkpoint_every == 0;
+    // A block draws no random numbers.
+    x = again ? checkpoint({.preserve_rng_state = false}, layers[i], x, c, s) : layers[i](x, c, s);
+  }
   x = norm(x);
   return config.tied ? at::linear(x, embed_tokens->weight) : lm_head(x);
 }

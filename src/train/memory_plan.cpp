@@ -8,12 +8,16 @@ std::int64_t bytes_of(const std::string& dtype) { return dtype == "bfloat16" ? 2
 std::int64_t kv_dim(const ModelConfig& m) { return m.dim / m.n_heads * (m.n_kv_heads > 0 ? m.n_kv_heads : m.n_heads); }
 
 // Elements that plain autograd keeps of one token: per block the inputs of both norms and of their products (10 dim in all), keys
-// and values, and the four tensors of the SwiGLU; then the logits in the compute dtype, their log-softmax and its gradient.
+// and values, and the four tensors of the SwiGLU; a block that is computed again keeps its input alone, and one of those is back
+// at a time; then the logits in the compute dtype, their log-softmax and its gradient.
 std::int64_t activation_bytes(const Config& config, std::int64_t tokens) {
   const ModelConfig& m = config.model;
   const std::int64_t width = bytes_of(config.precision.param_dtype);
   const std::int64_t block = 10 * m.dim + 2 * kv_dim(m) + 4 * m.ffn_dim;
-  return tokens * (m.n_layers * block * width + m.vocab_size * (width + 8));
+  const std::int64_t every = checkpoint_every(config.train.activation_checkpoint);
+  const std::int64_t again = every == 0 ? 0 : (m.n_layers + every - 1) / every;
+  const std::int64_t kept = (m.n_layers - again) * block + again * m.dim + (again > 0 ? block : 0);
+  return tokens * (kept * width + m.vocab_size * (width + 8));
 }
 
 }  // namespace

@@ -61,8 +61,8 @@ struct Scale {
 TEST(CheckpointFunction, ContainersInAndOut) {
   const Tensor a = leaf({3, 4}, 1), b = leaf({4}, 2), constant = wave({3, 4}, 3);
   const Tensor numbers = torch::tensor({2, 0, 1});
-  const auto fn = [](const Tensor& x, const std::vector<Tensor>& list, const std::optional<Tensor>& none, const Tensor& rows, int times,
-                     const Scale& scale, const std::string& name) {
+  const auto fn = [](const Tensor& x, const std::vector<Tensor>& list, const std::optional<Tensor>& none, const Tensor& rows,
+                     int times, const Scale& scale, const std::string& name) {
     Tensor y = torch::tanh(x * list[0] + list[1]).index_select(0, rows) * times * scale.factor;
     return Result{y.sin(), {{name, y.cos()}, {"rows", rows}}, none ? *none : y + list[1], static_cast<int>(y.dim())};
   };
@@ -242,6 +242,85 @@ TEST(CheckpointMemory, ActivationsAreNotKept) {
   EXPECT_LE(held, kSegments + 0.5) << "the output of each segment";
   EXPECT_LE(peak, kSegments + kDepth + 5.5) << "one segment again, the gradients under way and those of the leaves";
   EXPECT_LT(peak, plain_peak / 4);
+}
+
+std::string backward_error(const Tensor& y) {
+  return message_of<ValueError>([&] { return y.sum().backward(), 0; });
+}
+
+TEST(CheckpointMistakes, InputsChangedInPlace) {
+  const Tensor a = leaf({3}, 1), constant = wave({3}, 2);
+  EXPECT_THAT(value_error([&] { return checkpoint([](Tensor x) { return x.mul_(2).sin(); }, a * 2); }),
+              AllOf(HasSubstr("[checkpoint] input tensor 0 was changed in place by fn"), HasSubstr("change a clone instead")));
+  const Tensor y = checkpoint([&](const Tensor& x, const Tensor& other) { return x * other; }, a, constant);
+  constant.add_(1);
+  EXPECT_THAT(backward_error(y), HasSubstr("[checkpoint] input tensor 1 was changed in place after the forward"));
+}
+
+TEST(CheckpointMistakes, AnotherResultTheSecondTime) {
+  const Tensor a = leaf({4}, 1), b = leaf({4}, 2);
+  int runs = 0;
+  // What the forward and the recomputation return.
+  const auto varying = [&](std::function<std::vector<Tensor>(const Tensor&)> first,
+                           std::function<std::vector<Tensor>(const Tensor&)> second) {
+    runs = 0;
+    const auto y = checkpoint([&runs, first, second](const Tensor& x) { return ++runs == 1 ? first(x) : second(x); }, a);
+    return backward_error(y[0]);
+  };
+  using List = std::vector<Tensor>;
+  const auto twice = [](const Tensor& x) { return List{x * 2}; };
+  EXPECT_THAT(varying(twice,
+                      [](const Tensor& x) {
+                        return List{x * 2, x};
+                      }),
+              HasSubstr("[checkpoint] the recomputation gave 2 tensors, the forward 1; want fn to compute the same again"));
+  EXPECT_THAT(varying(twice, [](const Tensor& x) { return List{x.narrow(0, 0, 2) * 2}; }),
+              HasSubstr("output 0 as float [2] on cpu, the forward as float [4] on cpu"));
+  EXPECT_THAT(varying(twice, [](const Tensor& x) { return List{x.to(torch::kDouble) * 2}; }),
+              HasSubstr("output 0 as double [4] on cpu, the forward as float [4] on cpu"));
+  EXPECT_THAT(varying(twice, [](const Tensor&) { return List{Tensor()}; }), HasSubstr("output 0 as an undefined tensor"));
+  EXPECT_THAT(varying(twice, [](const Tensor& x) { return List{x.detach() * 2}; }), HasSubstr("needs no gradient"));
+  EXPECT_THAT(varying(twice, [&](const Tensor& x) { return List{x * b}; }),
+              HasSubstr("depend on 2 parameters and inputs, 1 of them among the 1 of the forward"));
+  EXPECT_THAT(varying([&](const Tensor& x) { return List{x * b}; }, twice),
+              HasSubstr("depend on 1 parameters and inputs, 1 of them among the 2 of the forward"));
+  EXPECT_THAT(varying(twice, [](const Tensor&) -> List { throw ValueError("thrown again"); }), HasSubstr("thrown again"));
+  EXPECT_EQ(varying(twice, twice), "nothing thrown");
+}
+
+TEST(CheckpointMistakes, BackwardTwiceAndDerivativesOfGradients) {
+  const Tensor a = leaf({3}, 1);
+  const auto fn = [](const Tensor& x) { return x.sin() * x; };
+  Tensor y = checkpoint(fn, a);
+  y.sum().backward({}, /*retain_graph=*/true);
+  const Tensor once = a.grad().clone();
+  y.sum().backward();
+  EXPECT_TRUE(torch::equal(a.grad(), once * 2));
+  EXPECT_THAT(backward_error(y), HasSubstr("[checkpoint] backward a second time"));
+  y = checkpoint(fn, a);
+  EXPECT_THAT(message_of<ValueError>([&] { return torch::autograd::grad({y.sum()}, {a}, {}, true, /*create_graph=*/true); }),
+              HasSubstr("[checkpoint] backward with create_graph = true, want false"));
+}
+
+/// The generator and autocast are as before, whatever fn throws.
+TEST(CheckpointMistakes, ExceptionsLeaveNothingBehind) {
+  const Tensor a = leaf({3}, 1);
+  bool fails = true;
+  const auto fn = [&](const Tensor& x) {
+    if (fails) throw std::runtime_error("not now");
+    return torch::dropout(x, 0.5, true);
+  };
+  EXPECT_THROW((void)checkpoint(fn, a), std::runtime_error);
+  EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+  fails = false;
+  const Tensor y = checkpoint(fn, a);
+  fails = true;
+  torch::manual_seed(4);
+  EXPECT_THROW(y.sum().backward(), std::runtime_error);
+  const Tensor next = torch::rand({3});
+  torch::manual_seed(4);
+  EXPECT_TRUE(torch::equal(next, torch::rand({3})));
+  EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
 }
 
 }  // namespace

@@ -17,13 +17,20 @@ constexpr std::array kPlaces = {Place::kAround, Place::kInside, Place::kBoth, Pl
 
 const char* name_of(Place place) {
   switch (place) {
-    case Place::kNone: return "none";
-    case Place::kAround: return "around each unit";
-    case Place::kInside: return "inside each unit";
-    case Place::kBoth: return "around and inside";
-    case Place::kSeveral: return "around two units";
-    case Place::kWhole: return "around the root";
-    case Place::kNested: return "around a unit around two";
+    case Place::kNone:
+      return "none";
+    case Place::kAround:
+      return "around each unit";
+    case Place::kInside:
+      return "inside each unit";
+    case Place::kBoth:
+      return "around and inside";
+    case Place::kSeveral:
+      return "around two units";
+    case Place::kWhole:
+      return "around the root";
+    case Place::kNested:
+      return "around a unit around two";
   }
   return "";
 }
@@ -171,8 +178,8 @@ INSTANTIATE_TEST_SUITE_P(All, Checkpoint,
                          ::testing::Values(Case{"one", {1}}, Case{"two", {2}}, Case{"four", {4}},
                                            Case{"ragged", {2}, ShardLayout::kRagged},
                                            Case{"kept", {2}, ShardLayout::kPerParameter, false},
-                                           Case{"freed", {2}, ShardLayout::kRagged, true},
-                                           Case{"hsdp", {2, 2}}, Case{"hsdpragged", {2, 2}, ShardLayout::kRagged},
+                                           Case{"freed", {2}, ShardLayout::kRagged, true}, Case{"hsdp", {2, 2}},
+                                           Case{"hsdpragged", {2, 2}, ShardLayout::kRagged},
                                            Case{"bf16", {2}, ShardLayout::kPerParameter, {}, true},
                                            Case{"bf16ragged", {2, 2}, ShardLayout::kRagged, true, true},
                                            Case{"lists", {2}, ShardLayout::kPerParameter, {}, false, Units::kList}),
@@ -201,12 +208,13 @@ uint64_t last_sequence(const Comm& comm) {
 /// A unit gathers for its forward and for its recomputation, and reduces once, from the first step on.
 TEST(CheckpointTraffic, OneGatherForEachForwardAndOneReduction) {
   for (const bool reshard : {true, false}) {
-    for (const Place place : {Place::kNone, Place::kAround, Place::kInside, Place::kBoth, Place::kSeveral, Place::kWhole,
-                              Place::kNested}) {
+    for (const Place place :
+         {Place::kNone, Place::kAround, Place::kInside, Place::kBoth, Place::kSeveral, Place::kWhole, Place::kNested}) {
       run_ranks(2, [&](int rank) {
         Stack stack = make_stack(place);
         const FullyShardOptions options = on_all(ShardLayout::kPerParameter, reshard);
         const HSDPModule root = shard_stack(stack, options);
+        const fsdp::MemoryUse plan = root.plan_memory();
         const Comm comm = options.mesh.get_group();
         for (uint64_t step = 0; step < 3; ++step) {
           const uint64_t before = last_sequence(comm);
@@ -217,6 +225,9 @@ TEST(CheckpointTraffic, OneGatherForEachForwardAndOneReduction) {
             EXPECT_EQ(traffic.gathers[unit], reshard ? 2 : 1) << where << ' ' << unit;
             EXPECT_EQ(traffic.reductions[unit], 1) << where << ' ' << unit;
           }
+        }
+        if (place == Place::kAround || place == Place::kInside) {
+          EXPECT_EQ(root.memory_use().pool, plan.pool) << name_of(place);
         }
       });
     }
@@ -306,11 +317,11 @@ std::vector<std::string> traced_step(bool around, bool inside, int rank) {
 /// Plain, with the checkpoint around the unit, and inside of it. The unit after the running one is gathered ahead.
 TEST(CheckpointTrace, OrderOfEvents) {
   const std::vector<std::string> forward = {"gather p", "gather q", "forward p", "freed", "forward q", "freed"};
-  const std::vector<std::string> plain = {"backward q", "gather q", "gather p",  "reduce q",
+  const std::vector<std::string> plain = {
+      "backward q", "gather q", "gather p", "reduce q", "backward p", "reduce p", "gather gradients present"};
+  const std::vector<std::string> again = {"gather q",   "gather p", "forward q",
+                                          "backward q", "reduce q", "forward p",
                                           "backward p", "reduce p", "gather gradients present"};
-  const std::vector<std::string> again = {"gather q",  "gather p",   "forward q", "backward q",
-                                          "reduce q",  "forward p",  "backward p", "reduce p",
-                                          "gather gradients present"};
   const auto joined = [](std::vector<std::string> a, const std::vector<std::string>& b) {
     a.insert(a.end(), b.begin(), b.end());
     return a;
@@ -345,7 +356,6 @@ TEST(CheckpointDivergence, RanksThatDropASegment) {
     });
   }
 }
-
 
 }  // namespace
 }  // namespace hyper_parallel::testing

@@ -127,6 +127,20 @@ TEST_F(TrainLoop, RepeatsBitForBit) {
   expect_same_curve(a, b, 0.0);
 }
 
+/// Computing blocks again changes no bit, whatever the ranks share.
+TEST_F(TrainLoop, ActivationCheckpointing) {
+  const std::vector<std::vector<Override>> settings = {
+      {}, {{"parallel.layout", "per_parameter"}, {"train.micro_batch_size", "2"}}, {{"precision.param_dtype", "bfloat16"}}};
+  for (std::size_t i = 0; i < settings.size(); ++i) {
+    const TrainResult plain = train(config("plain", settings[i]), 2);
+    for (const char* choice : {"block", "block:2"}) {
+      std::vector<Override> again = settings[i];
+      again.emplace_back("train.activation_checkpoint", choice);
+      expect_same_curve(train(config("again", again), 2), plain, 0.0);
+    }
+  }
+}
+
 TEST_F(TrainLoop, ATimeBudgetEndsTheRunOnAllRanks) {
   const TrainResult result =
       train(config("time", {{"train.max_steps", "0"}, {"train.max_seconds", "0.3"}, {"optim.warmup_steps", "2"}}), 2);

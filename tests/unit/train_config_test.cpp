@@ -73,7 +73,7 @@ TEST(TrainConfig, UnknownNamesAreErrorsWithTheirLine) {
   EXPECT_EQ(message_of("[train]\nseed = 3\n\nbatchsize = 4\n"),
             "[config] unknown key batchsize in [train], want one of seed, batch_size, micro_batch_size, max_steps, max_seconds, "
             "eval_every, "
-            "eval_windows, trace, trace_steps (a.toml:4)");
+            "eval_windows, activation_checkpoint, trace, trace_steps (a.toml:4)");
   EXPECT_THAT(message_of("\n[modle]\ndim = 3\n"),
               HasSubstr("unknown section [modle], want the sections model, data, train, optim"));
   EXPECT_THAT(message_of("\n[modle]\ndim = 3\n"), HasSubstr("(a.toml:2)"));
@@ -133,6 +133,20 @@ TEST(TrainConfig, TracedSteps) {
   for (const char* bad : {"", "0", "5-3", "3-", "-3", "1-2-3", "3 - 5", "x", "99999999999999999999"})
     EXPECT_EQ(message_of(std::string("[train]\ntrace_steps = '") + bad + "'\n"),
               std::string("[config] train.trace_steps = \"") + bad + "\", want a step, a range like 3-5, or all (a.toml:2)");
+}
+
+TEST(TrainConfig, ActivationCheckpoint) {
+  EXPECT_EQ(checkpoint_every(parse_config("", "a.toml").train.activation_checkpoint), 0);
+  EXPECT_EQ(checkpoint_every("block"), 1);
+  EXPECT_EQ(
+      checkpoint_every(parse_config("[train]\nactivation_checkpoint = \"block:4\"\n", "a.toml").train.activation_checkpoint), 4);
+  for (const char* text :
+       {"", "all", "Block", "block:", "block:0", "block:-1", "block:2x", "block: 2", "block:99999999999999999999"})
+    EXPECT_EQ(message_of("", {{"train.activation_checkpoint", text}}),
+              std::string("[config] train.activation_checkpoint = \"") + text +
+                  "\", want none, block, or block:N with an integer N >= 1 (command line)");
+  EXPECT_EQ(message_of("[train]\nactivation_checkpoint = \"block:5\"\n"),
+            "[config] train.activation_checkpoint = \"block:5\", want at most model.n_layers = 4 blocks (a.toml:2)");
 }
 
 TEST(TrainConfig, DamagedDocumentsGiveAnErrorOrAConfiguration) {

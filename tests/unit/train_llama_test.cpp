@@ -149,6 +149,41 @@ TEST(LlamaTest, WeightsComeFromTheSeedAlone) {
   EXPECT_NEAR(a->layers[0]->mlp->down_proj->weight.std().item<double>(), 0.01, 0.002);
 }
 
+/// The same loss and gradients, bit for bit; the blocks that are computed again keep one input each.
+TEST(LlamaTest, CheckpointedBlocks) {
+  ModelConfig config = small();
+  config.n_layers = 5;
+  std::vector<torch::Tensor> losses;
+  std::vector<std::vector<torch::Tensor>> gradients;
+  std::vector<std::size_t> checkpoints;
+  for (const std::int64_t every : {0, 1, 2, 5}) {
+    Llama model(config, 1);
+    model->checkpoint_every = every;
+    const torch::Tensor loss = next_token_loss(model(some_tokens(2, 10)), some_tokens(2, 10) + 0);
+    std::size_t nodes = 0;
+    std::set<torch::autograd::Node*> seen;
+    std::vector<torch::autograd::Node*> open = {loss.grad_fn().get()};
+    while (!open.empty()) {
+      torch::autograd::Node* node = open.back();
+      open.pop_back();
+      if (node == nullptr || !seen.insert(node).second) continue;
+      nodes += node->name() == "HyperParallelCheckpoint" ? 1 : 0;
+      for (const auto& edge : node->next_edges()) open.push_back(edge.function.get());
+    }
+    checkpoints.push_back(nodes);
+    loss.backward();
+    losses.push_back(loss.detach());
+    gradients.emplace_back();
+    for (const auto& parameter : model->parameters()) gradients.back().push_back(parameter.grad());
+  }
+  EXPECT_EQ(checkpoints, (std::vector<std::size_t>{0, 5, 3, 1}));
+  for (std::size_t i = 1; i < losses.size(); ++i) {
+    EXPECT_TRUE(torch::equal(losses[i], losses[0]));
+    for (std::size_t p = 0; p < gradients[0].size(); ++p)
+      EXPECT_TRUE(torch::equal(gradients[i][p], gradients[0][p])) << i << ' ' << p;
+  }
+}
+
 TEST(LlamaTest, SizesThatDoNotFit) {
   ModelConfig config = small();
   config.n_heads = 5;

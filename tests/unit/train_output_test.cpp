@@ -91,6 +91,21 @@ TEST(MemoryPlanTest, AddsUp) {
   EXPECT_EQ(optimizer_bytes(c), 8 * (count - matrices) + 4 * matrices);
 }
 
+/// Blocks that are computed again keep their input, and one of them is back at a time.
+TEST(MemoryPlanTest, ActivationCheckpoint) {
+  Config c;
+  c.model.n_layers = 5;
+  const auto activations = [&](const char* checkpoint) {
+    c.train.activation_checkpoint = checkpoint;
+    return plan_memory(c, {.micro_batch = 8}, {}).activations;
+  };
+  const std::int64_t token = 8 * c.data.seq_len * 4, input = token * c.model.dim;
+  const std::int64_t block = token * (12 * c.model.dim + 4 * c.model.ffn_dim), none = activations("none");
+  EXPECT_EQ(activations("block"), none - 4 * block + 5 * input);
+  EXPECT_EQ(activations("block:2"), none - 2 * block + 3 * input) << "blocks 0, 2 and 4";
+  EXPECT_EQ(activations("block:5"), none + input) << "only the first one, which is needed whole at last";
+}
+
 TEST(Format, Numbers) {
   EXPECT_EQ(format_bytes(640), "640 B");
   EXPECT_EQ(format_bytes(1500), "1.5 kB");

@@ -1,6 +1,6 @@
 #pragma once
-// Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): a part of the forward keeps only its
-// inputs, and runs again when its backward begins.
+// Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): a part of the forward keeps only
+// its inputs, and runs again when its backward begins.
 #include <concepts>
 #include <cstddef>
 #include <functional>
@@ -21,9 +21,9 @@ namespace hyper_parallel {
 
 /// Options of checkpoint. Aggregate: use designated initialisers in this order.
 struct CheckpointOptions {
-  /// The recomputation draws the same random numbers as the forward: the state of the default generators (CPU, and the devices of the
-  /// inputs) is kept and put back. False saves that where nothing is drawn. The default CPU generator belongs to the process: where
-  /// ranks are threads, give each its own generator and list it below.
+  /// The recomputation draws the same random numbers as the forward: the state of the default generators (CPU, and the devices of
+  /// the inputs) is kept and put back. False saves that where nothing is drawn. The default CPU generator belongs to the process:
+  /// where ranks are threads, give each its own generator and list it below.
   bool preserve_rng_state = true;
   /// More generators that `fn` draws from; treated alike, whatever `preserve_rng_state` says.
   std::vector<at::Generator> generators = {};
@@ -74,11 +74,10 @@ std::vector<at::Tensor> copies_of_tensors(T& value) {
 /// it reads may have changed by then; what it does besides (counting, running statistics) happens twice. In inputs and result,
 /// tensors are found as everywhere (nn/walk.h); other values pass untouched. Without grad mode this is a plain call.
 ///
-/// Local, but a unit inside fn is gathered again in the recomputation, collectively: all ranks checkpoint alike. Around a unit, inside
-/// one, around several, nested: all work, and each unit reduces once.
-/// ValueError: fn changes an input in place. In backward, ValueError: an input was changed since; the recomputation gives other
-/// tensors than the forward (number, shape, dtype, device, or what they depend on); a second backward without retain_graph;
-/// create_graph.
+/// Local, but a unit inside fn is gathered again in the recomputation, collectively: all ranks checkpoint alike. Around a unit,
+/// inside one, around several, nested: all work, and each unit reduces once. ValueError: fn changes an input in place. In
+/// backward, ValueError: an input was changed since; the recomputation gives other tensors than the forward (number, shape,
+/// dtype, device, or what they depend on); a second backward without retain_graph; create_graph.
 template <class Fn, class... Inputs>
 requires std::invocable<Fn&, const Inputs&...>
 auto checkpoint(const CheckpointOptions& options, Fn fn, const Inputs&... inputs) {

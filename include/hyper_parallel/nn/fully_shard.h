@@ -36,10 +36,10 @@ class HP_API HSDPModule : public fsdp::UnitHandle {
 
   /// fn(args...) as a forward of this module, for methods other than `forward` (PyTorch: register_fsdp_forward_method):
   /// \code root.call([&](auto x) { return model->encode(x); }, tokens) \endcode
-  /// The unit is gathered before; floating tensors in `args` are cast to `param_dtype`, what fn captures is not; the result is cast
-  /// to `output_dtype` and its tensors lead the backward to the unit; the unit is freed afterwards as after `forward`. fn may call
-  /// `forward`. With a list of modules it counts as the run of this member. Returns what fn returns.
-  /// Collective, like a forward. ValueError: a handle without module, or of a module that was dropped from the list of its unit.
+  /// The unit is gathered before; floating tensors in `args` are cast to `param_dtype`, what fn captures is not; the result is
+  /// cast to `output_dtype` and its tensors lead the backward to the unit; the unit is freed afterwards as after `forward`. fn
+  /// may call `forward`. With a list of modules it counts as the run of this member. Returns what fn returns. Collective, like a
+  /// forward. ValueError: a handle without module, or of a module that was dropped from the list of its unit.
   template <class Fn, class... Args>
   requires std::invocable<Fn&, Args...>
   auto call(Fn&& fn, Args&&... args) const { return nn::detail::run_in_unit(unit(), member(), fn, std::forward<Args>(args)...); }

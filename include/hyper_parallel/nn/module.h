@@ -77,6 +77,16 @@ auto run_in_unit(std::shared_ptr<fsdp::Unit> unit, int member, Body&& body, Give
   }
 }
 
+/// Impl::forward of a module, also where a subclass hides it.
+template <class Impl>
+struct ForwardOf {
+  template <class... Args>
+  decltype(auto) operator()(Args&&... args) const {
+    return module->Impl::forward(std::forward<Args>(args)...);
+  }
+  Impl* module;
+};
+
 }  // namespace detail
 
 template <class Impl, class Forward = decltype(&Impl::forward)>
@@ -100,10 +110,7 @@ class Hooked;
     template <class... Given>                                                                                       \
     Result hooked_call(Given&&... given) {                                                                          \
       if (!unit_) return Impl::forward(std::forward<Given>(given)...);                                              \
-      const auto body = [this](auto&&... args) -> Result {                                                          \
-        return Impl::forward(std::forward<decltype(args)>(args)...);                                                \
-      };                                                                                                            \
-      return detail::run_in_unit(unit_, member_, body, std::forward<Given>(given)...);                              \
+      return detail::run_in_unit(unit_, member_, detail::ForwardOf<Impl>{this}, std::forward<Given>(given)...);     \
     }                                                                                                               \
   };
 HP_DETAIL_HOOKED()

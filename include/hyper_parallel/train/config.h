@@ -41,9 +41,16 @@ struct LoopConfig {
   double max_seconds = 0;             ///< 0: no limit. Includes the validations inside the loop
   std::int64_t eval_every = 100;      ///< steps between validations; 0: only at start and end
   std::int64_t eval_windows = 64;     ///< sequences of one validation, all ranks together
+  /// Decoder blocks that keep only their input and are computed again in backward: "none", "block" (all), "block:N" (every N-th,
+  /// from the first on).
+  std::string activation_checkpoint = "none";
   std::string trace;                  ///< file of a trace in the folder of the run, %r: rank; empty: none
   std::string trace_steps = "3-5";    ///< which steps it covers: one, first-last, or all
 };
+
+/// Every how many blocks one is recomputed, from the text of train.activation_checkpoint: 0 for "none", 1 for "block", N for
+/// "block:N". Local. ValueError: another text.
+[[nodiscard]] std::int64_t checkpoint_every(const std::string& activation_checkpoint);
 
 /// [optim]: the optimizer, its schedule, and gradient clipping.
 struct OptimConfig {

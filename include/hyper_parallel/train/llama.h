@@ -81,6 +81,7 @@ struct LlamaImpl : torch::nn::Module {
   void reset_parameters(std::uint64_t seed);
 
   ModelConfig config;
+  std::int64_t checkpoint_every = 0;  ///< blocks 0, n, 2n, ... are computed again in backward; 0: none
   nn::Embedding embed_tokens{nullptr};
   std::vector<LlamaBlock> layers;
   RMSNorm norm{nullptr};
