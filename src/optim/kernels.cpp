@@ -8,6 +8,8 @@
 #include <type_traits>
 
 #include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/from_blob.h>
 
 #include <hyper_parallel/core/error.h>
 
@@ -135,13 +137,24 @@ void run_range(const Task& task, std::int64_t begin, std::int64_t end) {
   run_plain<A>(task, begin, end);
 }
 
-/// Runs `task` over all elements, in the precision of `changed`.
+/// Runs `task` over all elements, in the precision of `changed`. at::parallel_for would be serial here: it is a template, and our
+/// sources are built without torch's OpenMP. An iterator has its threads inside of torch.
 template <class Task>
 void run(const Task& task, const Values& changed, std::int64_t numel) {
   if (numel == 0) return;
-  at::parallel_for(0, numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+  const auto range = [&](std::int64_t begin, std::int64_t end) {
     changed.dtype == c10::ScalarType::Double ? run_range<double>(task, begin, end) : run_range<float>(task, begin, end);
-  });
+  };
+  if (numel <= kGrain || at::get_num_threads() == 1) return range(0, numel);
+  at::Tensor flat = at::from_blob(changed.data, {numel}, at::TensorOptions().dtype(changed.dtype));
+  auto iterator = at::TensorIterator::nullary_op(flat);
+  const auto size = static_cast<std::int64_t>(c10::elementSize(changed.dtype));
+  iterator.for_each(
+      [&](char** data, const std::int64_t*, std::int64_t n) {
+        const std::int64_t begin = (data[0] - static_cast<char*>(changed.data)) / size;
+        range(begin, begin + n);
+      },
+      kGrain);
 }
 
 struct AdamW {
