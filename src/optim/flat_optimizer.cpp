@@ -112,6 +112,23 @@ std::vector<fsdp::ShardedGroup> FlatOptimizer::shards() const {
   return shards;
 }
 
+/// Checks all gradients before the first parameter changes.
+std::vector<fsdp::ShardedGroup> FlatOptimizer::shards_to_update() const {
+  std::vector<fsdp::ShardedGroup> all = shards();
+  for (std::size_t g = 0; g < all.size(); ++g) {
+    for (std::size_t i = 0; i < all[g].parameters.size(); ++i) {
+      fsdp::ShardedParameter& parameter = all[g].parameters[i];
+      at::Tensor& grad = parameter.grad;
+      if (groups_[g].parameters[i].group < 0 || !grad.defined()) continue;
+      check_value(grad.is_cpu() && supported(grad.scalar_type()) && grad.numel() == parameter.numel, op(), "the gradient of ",
+                  parameter.name, " is ", grad.scalar_type(), " ", grad.sizes(), " on ", grad.device(),
+                  ", want a floating-point tensor of ", parameter.numel, " elements on the CPU");
+      grad = grad.contiguous();
+    }
+  }
+  return all;
+}
+
 c10::ScalarType FlatOptimizer::state_dtype(const Group& group) const {
   const bool wide = group.dtype == c10::ScalarType::Double;
   return setup_.state_dtype.value_or(wide ? c10::ScalarType::Double : c10::ScalarType::Float);
@@ -142,10 +159,6 @@ void FlatOptimizer::make_state(const fsdp::ShardedGroup& shard, Group& group) co
 bool FlatOptimizer::begin(const fsdp::ShardedGroup& shard, Group& group, std::size_t i) {
   const fsdp::ShardedParameter& parameter = shard.parameters[i];
   if (group.parameters[i].group < 0 || !parameter.grad.defined()) return false;
-  const at::Tensor& grad = parameter.grad;
-  check_value(grad.is_cpu() && supported(grad.scalar_type()) && grad.numel() == parameter.numel && grad.is_contiguous(), op(),
-              "the gradient of ", parameter.name, " is ", grad.scalar_type(), " ", grad.sizes(), " on ", grad.device(),
-              ", want a contiguous floating-point tensor of ", parameter.numel, " elements on the CPU");
   ++group.parameters[i].step;
   if (parameter.numel == 0) return false;
   make_state(shard, group);
@@ -171,7 +184,7 @@ FlatOptimizer::Update FlatOptimizer::update_of(const fsdp::ShardedGroup& shard, 
 void FlatOptimizer::step() {
   const trace::Span span("optim", op());
   at::NoGradGuard no_grad;
-  const std::vector<fsdp::ShardedGroup> all = shards();
+  const std::vector<fsdp::ShardedGroup> all = shards_to_update();
   for (std::size_t g = 0; g < all.size(); ++g) {
     for (std::size_t i = 0; i < all[g].parameters.size(); ++i) {
       if (begin(all[g], groups_[g], i)) update(update_of(all[g], groups_[g], i));

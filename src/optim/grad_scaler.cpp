@@ -42,13 +42,15 @@ bool any_rank(const Comm& comm, bool mine) {
 }
 
 /// False when an element was not finite.
-bool unscale(const at::Tensor& grad, const std::string& name, double factor) {
-  check_value(grad.is_cpu() && grad.is_contiguous(), kOp, "the gradient of ", name, " on ", grad.device(),
-              ", want a contiguous one on the CPU");
-  return scale(values_of(grad), grad.numel(), factor);
+bool unscale(const at::Tensor& grad, double factor) {
+  const at::Tensor values = grad.contiguous();
+  const bool finite = scale(values_of(values), values.numel(), factor);
+  if (!values.is_same(grad)) grad.copy_(values);
+  return finite;
 }
 
-void check_dtype(const at::Tensor& grad, const std::string& name) {
+void check_gradient(const at::Tensor& grad, const std::string& name) {
+  check_value(grad.is_cpu(), kOp, "the gradient of ", name, " is on ", grad.device(), ", want the CPU");
   check_value(grad.is_floating_point() && grad.scalar_type() != at::kHalf, kOp, "the gradient of ", name, " is ",
               grad.scalar_type(), ", want fp32 or bf16: keep fp32 shards or fp32 main gradients");
 }
@@ -95,9 +97,9 @@ void GradScaler::unscale_(const fsdp::UnitHandle& root, const std::vector<at::Te
       if (parameter.grad().defined()) f(parameter.grad(), "a plain parameter");
     }
   };
-  for_each([](const at::Tensor& grad, const std::string& name) { check_dtype(grad, name); });
+  for_each([](const at::Tensor& grad, const std::string& name) { check_gradient(grad, name); });
   bool finite = true;
-  for_each([&](const at::Tensor& grad, const std::string& name) { finite = unscale(grad, name, 1 / state_.scale) && finite; });
+  for_each([&](const at::Tensor& grad, const std::string&) { finite = unscale(grad, 1 / state_.scale) && finite; });
 
   const std::vector<Comm> comms = options_.comm.defined() ? std::vector<Comm>{options_.comm} : agreeing_groups(root, groups);
   bool bad = !finite;

@@ -8,6 +8,9 @@
 #include <type_traits>
 
 #include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/FunctionRef.h>
 
 #include <hyper_parallel/core/error.h>
 
@@ -135,11 +138,28 @@ void run_range(const Task& task, std::int64_t begin, std::int64_t end) {
   run_plain<A>(task, begin, end);
 }
 
+/// Calls range(begin, end) for parts of 0..numel on torch's threads. at::parallel_for would be serial here: it is a template, and
+/// our sources are built without torch's OpenMP. An iterator over the memory has its threads inside of torch.
+void on_threads(const Values& memory, std::int64_t numel, c10::function_ref<void(std::int64_t, std::int64_t)> range) {
+  if (numel <= kGrain || at::get_num_threads() == 1) return range(0, numel);
+  at::Tensor flat = at::from_blob(memory.data, {numel}, at::TensorOptions().dtype(memory.dtype));
+  auto iterator = at::TensorIterator::nullary_op(flat);
+  const auto size = static_cast<std::int64_t>(c10::elementSize(memory.dtype));
+  iterator.for_each(
+      [&](char** data, const std::int64_t* strides, std::int64_t columns, std::int64_t rows) {
+        for (std::int64_t row = 0; row < rows; ++row) {
+          const std::int64_t begin = (data[0] + row * strides[1] - static_cast<char*>(memory.data)) / size;
+          range(begin, begin + columns);
+        }
+      },
+      kGrain);
+}
+
 /// Runs `task` over all elements, in the precision of `changed`.
 template <class Task>
 void run(const Task& task, const Values& changed, std::int64_t numel) {
   if (numel == 0) return;
-  at::parallel_for(0, numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+  on_threads(changed, numel, [&](std::int64_t begin, std::int64_t end) {
     changed.dtype == c10::ScalarType::Double ? run_range<double>(task, begin, end) : run_range<float>(task, begin, end);
   });
 }

@@ -118,7 +118,7 @@ Muon& Muon::operator=(Muon&&) noexcept = default;
 void Muon::step() {
   const trace::Span span("optim", op());
   at::NoGradGuard no_grad;
-  const std::vector<fsdp::ShardedGroup> all = shards();
+  const std::vector<fsdp::ShardedGroup> all = shards_to_update();
   for (const auto& exchange : exchanges_) {
     for (MuonMatrix& matrix : exchange->matrices()) matrix.active = all[matrix.group].parameters[matrix.index].grad.defined();
     exchange->begin();

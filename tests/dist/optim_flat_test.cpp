@@ -58,6 +58,25 @@ TEST(FlatOptimizer, TheOrderOfGroupsDoesNotChangeABit) {
   });
 }
 
+/// Large parameters are shared among the threads of a rank.
+TEST(FlatOptimizer, ThreadsDoNotChangeABit) {
+  run_ranks(1, [] {
+    Tensors first;
+    for (const int threads : {1, 3}) {
+      at::set_num_threads(threads);
+      nn::Linear layer(torch::nn::LinearOptions(700, 301));
+      seed_parameters(*layer, 5);
+      const HSDPModule root = fully_shard(layer, on_all());
+      optim::AdamW adamw(root, {.lr = 0.02});
+      optim::SGD sgd(root, {.lr = 0.1, .momentum = 0.9});
+      for (int step = 0; step < 3; ++step) set_gradients(root, step), adamw.step(), sgd.step();
+      if (first.empty()) first = full_parameters(root);
+      expect_same_bits(full_parameters(root), first, concat(threads, " threads"));
+    }
+    at::set_num_threads(1);
+  });
+}
+
 /// Groups by name and by predicate against torch's parameter groups.
 TEST(FlatOptimizer, ParameterGroupsAreTorchs) {
   run_ranks(2, [] {
@@ -302,7 +321,13 @@ TEST(FlatOptimizer, Errors) {
     EXPECT_THAT(value_error([&] { optimizer.load_state(state); }), HasSubstr("the state lacks bias"));
 
     layer->parameters()[0].mutable_grad() = torch::zeros({2, 4});
+    layer->parameters()[1].mutable_grad() = torch::ones({4});
+    const Tensors before = full_parameters(root);
     EXPECT_THAT(value_error([&] { optimizer.step(); }), HasSubstr("the gradient of weight is Float [2, 4]"));
+    expect_same_bits(full_parameters(root), before, "a step that failed");
+    layer->parameters()[0].mutable_grad() = torch::ones({4, 8}).slice(1, 0, 8, 2);
+    optimizer.step();
+    EXPECT_EQ(optimizer.state()[0].step, 1);
   });
 }
 

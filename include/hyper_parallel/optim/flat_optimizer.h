@@ -50,7 +50,8 @@ class HP_API FlatOptimizer {
   FlatOptimizer& operator=(FlatOptimizer&&) = default;
 
   /// Updates every parameter that has a gradient. Local, except for Muon. ValueError: units were added to the tree after the
-  /// optimizer was built, a gradient that is no contiguous floating-point tensor of the shard's size.
+  /// optimizer was built, a gradient that is no floating-point tensor of the shard's size on the CPU (nothing is changed
+  /// then).
   virtual void step();
   /// Clears the gradients of all parameters of the tree, also of those that this optimizer leaves alone. Local.
   void zero_grad(bool set_to_none = true);
@@ -121,6 +122,8 @@ class HP_API FlatOptimizer {
   virtual void update(const Update& update) = 0;
 
   [[nodiscard]] std::vector<fsdp::ShardedGroup> shards() const;
+  /// The same with gradients that were checked and are contiguous.
+  [[nodiscard]] std::vector<fsdp::ShardedGroup> shards_to_update() const;
   /// Counts the step of parameter `i` and makes the state of its group. \return whether there is something to update here.
   bool begin(const fsdp::ShardedGroup& shard, Group& group, std::size_t i);
   [[nodiscard]] Update update_of(const fsdp::ShardedGroup& shard, const Group& group, std::size_t i) const;
