@@ -160,7 +160,7 @@ class Replay {
       (group.sum.bytes > 0 ? group.sum : group.pack).take(pool_);
       group.accumulated = true;
     }
-    reshard(unit);
+    if (!unit.has_frozen()) reshard(unit);
   }
 
   void reduce(Unit& unit, bool park) {
@@ -168,7 +168,7 @@ class Replay {
     for (auto& group : at(unit).groups) {
       if (group.size.trainable && !group.accumulated) group.pack.take(pool_);
     }
-    reshard(unit);
+    if (!unit.has_frozen()) reshard(unit);
     for (auto& group : at(unit).groups) {
       if (!group.size.trainable) continue;
       group.park = park;

@@ -141,6 +141,10 @@ bool Unit::trainable() const {
   return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->trainable(); });
 }
 
+bool Unit::has_frozen() const {
+  return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->has_frozen(); });
+}
+
 void Unit::describe(std::vector<std::string>& lines) const {
   const auto dtype = [](const std::optional<at::ScalarType>& type) { return type ? concat(*type) : std::string("default"); };
   const MixedPrecisionPolicy& policy = options_.mp_policy;
@@ -358,7 +362,7 @@ void Unit::post_backward(std::vector<at::Tensor> gradients) {
   }
   awaits_backward = false;
   owes_reduction = true;
-  free_after_backward();
+  if (!has_frozen()) free_after_backward();
 }
 
 void Unit::free_after_backward() {
@@ -378,7 +382,7 @@ void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
       group.start_reduce(gradients[g], awaits_install, pool);
     }
   }
-  free_after_backward();
+  if (!has_frozen()) free_after_backward();
   if (data_parallel_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
   if (data_parallel_comm_.size() > 1) reduce_span_.start(trace::Lane::kReduce, "reduce", name_);
   for (auto& group : groups_) group->launch_reduce(park, pool);

@@ -71,6 +71,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   [[nodiscard]] bool in_backward() const { return in_backward_; }
   [[nodiscard]] bool is_unsharded() const { return state_ == State::kUnsharded; }
   [[nodiscard]] bool trainable() const;
+  /// A frozen parameter may be wanted until the gradient of the unit's input is there, and nothing tells when it is: such a unit
+  /// stays gathered until the end of backward.
+  [[nodiscard]] bool has_frozen() const;
   [[nodiscard]] bool holds_gradients() const;
   /// What must be equal on all ranks, one line per parameter.
   void describe(std::vector<std::string>& lines) const;
