@@ -62,6 +62,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void reset(Unit& unit);
 
  private:
+  /// Which parameters have a gradient, and the exchange about it with the ranks that share them.
+  struct Presence {
+    struct Bit {
+      ParamGroup* group;
+      std::size_t parameter;
+    };
+    std::vector<Bit> bits;
+    at::Tensor mine, all;  // kept for their memory
+    Work exchange;
+  };
   void agree();
   void renumber();
   void finish_backward();
@@ -73,6 +83,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void advance_reductions();
   /// True if any parameter can have got a gradient.
   bool complete_gradients();
+  void start_presence();
   void install_gradients();
   void prefetch(Unit& unit);
   void look_ahead(const std::optional<std::vector<std::weak_ptr<Unit>>>& listed, std::optional<int> learned);
@@ -91,7 +102,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<std::vector<int>> segments_;  // units that run again together, until a backward has been learned
   std::deque<BackwardEvent> deferred_;  // reductions that fell due while the unit's gradients were inside of a segment
   std::deque<Unit*> in_flight_;
-  at::Tensor presence_, all_presence_;
+  std::vector<std::pair<Comm, Presence>> presence_;  // by group of ranks, in the order in which the units name them
 };
 
 /// Runtime::wait_for_gradients for every tree whose backward left reductions in flight on this thread.
