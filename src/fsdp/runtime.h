@@ -34,7 +34,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   [[nodiscard]] bool idle() const { return !in_backward_ && depth_ == 0 && in_flight_.empty(); }
 
   void begin_forward(Unit& unit);
-  /// After the unit is unsharded: starts the gather of the one that came next the last time.
+  /// The unit's gather is under way or done: starts that of the one that came next the last time.
   void look_ahead_forward(Unit& unit);
   void end_forward(bool completed);
 
@@ -45,7 +45,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void enter_backward();
   /// The gradient of a unit's output has arrived: catches up with what other ranks did before.
   void begin_unit_backward(Unit& unit);
-  /// After the unit is unsharded: starts the gather of the one that came next the last time.
+  /// The unit's gather is under way or done: starts that of the one that came next the last time.
   void look_ahead_backward(Unit& unit);
   /// The unit's last gradient has arrived: catches up likewise. Without gradient synchronisation this is all.
   void end_unit_backward(Unit& unit);

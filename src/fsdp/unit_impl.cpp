@@ -265,6 +265,19 @@ void Unit::refresh() {
   if (stale()) reshard();
 }
 
+/// Gathers the parameters and starts on the unit that comes next. The gather of that one is posted before waiting for the own, so
+/// that there is always one on its way, unless that would hold two rank-major buffers at the same time.
+template <class LookAhead>
+void Unit::unshard_and(const LookAhead& look_ahead) {
+  const bool early = std::all_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->layout().in_place(); });
+  if (early) {
+    start_unshard();
+    look_ahead();
+  }
+  finish_unshard();
+  if (!early) look_ahead();
+}
+
 void Unit::pre_forward() {
   runtime_->begin_forward(*this);
   try {
@@ -276,8 +289,9 @@ void Unit::pre_forward() {
     }
     // A recomputation: the unit's backward begins here, since it uses the parameters that this forward gathers.
     if (runtime_->in_backward() && at::GradMode::is_enabled()) pre_backward();
-    finish_unshard();
-    if (members_run_.empty()) runtime_->look_ahead_forward(*this);
+    unshard_and([this] {
+      if (members_run_.empty()) runtime_->look_ahead_forward(*this);
+    });
     if (at::GradMode::is_enabled() && trainable()) owes_reduction = true;
     ++running_;
     trace::begin("forward", name_);
@@ -323,8 +337,8 @@ void Unit::pre_backward() {
 
 void Unit::start_backward() {
   in_backward_ = true;
-  if (gathers_in_backward()) finish_unshard();
-  runtime_->look_ahead_backward(*this);
+  const auto look_ahead = [this] { runtime_->look_ahead_backward(*this); };
+  gathers_in_backward() ? unshard_and(look_ahead) : look_ahead();
 }
 
 /// What the user registered with register_hook on the model's handles.

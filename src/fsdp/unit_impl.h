@@ -122,6 +122,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   enum class State { kSharded, kUnsharding, kUnsharded };
 
   void connect(ManagedParameter& parameter, std::size_t group, std::size_t index_in_group);
+  template <class LookAhead>
+  void unshard_and(const LookAhead& look_ahead);
   void call_hooks(std::vector<at::Tensor>& gradients);
   void sync_requires_grad();
   void verify_once(bool& done, const char* what);
