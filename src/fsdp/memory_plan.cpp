@@ -163,7 +163,7 @@ class Replay {
       (group.sum.bytes > 0 ? group.sum : group.pack).take(pool_);
       group.accumulated = true;
     }
-    free_after_backward(unit);
+    if (!unit.has_frozen()) free_after_backward(unit);
   }
 
   void reduce(Unit& unit, bool park) {
@@ -171,7 +171,7 @@ class Replay {
     for (auto& group : at(unit).groups) {
       if (group.size.trainable && !group.accumulated) group.pack.take(pool_);
     }
-    free_after_backward(unit);
+    if (!unit.has_frozen()) free_after_backward(unit);
     for (auto& group : at(unit).groups) {
       if (!group.size.trainable) continue;
       group.park = park;

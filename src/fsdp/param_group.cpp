@@ -150,10 +150,11 @@ void ParamGroup::rename_unit(const std::string& unit) {
 }
 
 bool ParamGroup::trainable() const {
-  for (const auto& parameter : parameters_) {
-    if (parameter.trainable) return true;
-  }
-  return false;
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const auto& parameter) { return parameter.trainable; });
+}
+
+bool ParamGroup::has_frozen() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const auto& parameter) { return !parameter.trainable; });
 }
 
 std::string ParamGroup::describe(std::size_t i) const {

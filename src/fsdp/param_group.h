@@ -106,7 +106,8 @@ class ParamGroup {
   [[nodiscard]] at::Tensor& gradient(ManagedParameter& parameter) const {
     return options_.main_grad ? parameter.main_grad : parameter.sharded.mutable_grad();
   }
-  [[nodiscard]] bool trainable() const;
+  [[nodiscard]] bool trainable() const;   ///< some parameter is
+  [[nodiscard]] bool has_frozen() const;  ///< some parameter is
   /// True when the gathered storage is the shard itself (world of one, same dtype): nothing ever comes or goes.
   [[nodiscard]] bool aliased() const { return aliased_; }
   void rename_unit(const std::string& unit);

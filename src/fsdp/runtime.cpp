@@ -1,7 +1,7 @@
 #include "fsdp/runtime.h"
 
 #include <algorithm>
-#include <cstring>
+#include <cstdint>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -29,6 +29,15 @@ T& entry_for(std::vector<std::pair<Comm, T>>& entries, const Comm& comm) {
 /// Trees whose backward left reductions in flight on this thread.
 thread_local std::vector<std::weak_ptr<Runtime>> unfinished;
 
+/// Whether one of the `ranks` rows of `bytes` bytes has bit `i`.
+bool any_bit(const at::Tensor& rows, std::size_t ranks, std::size_t bytes, std::size_t i) {
+  const auto* row = static_cast<const std::uint8_t*>(rows.const_data_ptr());
+  for (std::size_t rank = 0; rank < ranks; ++rank, row += bytes) {
+    if ((row[i / 8] >> (i % 8)) & 1U) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 void Runtime::add(Unit& unit) {
@@ -50,6 +59,7 @@ void Runtime::renumber() {
   backward_plan_ = {};
   deferred_.clear();
   segments_.clear();
+  presence_.clear();
   first_forwards_.clear();
   agreed_ = decided_ = false;
 }
@@ -297,8 +307,9 @@ void Runtime::finish_backward() {
 }
 
 bool Runtime::complete_gradients() {
-  while (!in_flight_.empty()) advance_reductions();
   const bool any = std::any_of(units_.begin(), units_.end(), [](const Unit* unit) { return unit->awaits_install; });
+  if (any) start_presence();
+  while (!in_flight_.empty()) advance_reductions();
   if (any) install_gradients();
   return any;
 }
@@ -316,42 +327,44 @@ void wait_for_all_gradients() {
   }
 }
 
-/// A parameter gets its .grad when any rank had a gradient for it: one bit per parameter, exchanged once per backward.
-void Runtime::install_gradients() {
-  struct Bit {
-    ParamGroup* group;
-    std::size_t parameter;
-  };
-  std::vector<std::pair<Comm, std::vector<Bit>>> exchanges;
+/// A parameter gets its .grad when any rank had a gradient for it: one bit per parameter, exchanged once per backward, while the
+/// last reductions travel.
+void Runtime::start_presence() {
+  for (auto& [comm, presence] : presence_) presence.bits.clear();
   for (Unit* unit : units_) {
     if (!std::exchange(unit->awaits_install, false)) continue;
-    std::vector<Bit>& bits = entry_for(exchanges, unit->data_parallel_comm());
+    std::vector<Presence::Bit>& bits = entry_for(presence_, unit->data_parallel_comm()).bits;
     for (auto& group : unit->groups()) {
       for (std::size_t i = 0; i < group->parameters().size(); ++i) bits.push_back({group.get(), i});
     }
   }
-  for (auto& [comm, bits] : exchanges) {
-    const auto world = static_cast<std::size_t>(comm.size());
-    const std::size_t bytes = (bits.size() + 7) / 8;
-    std::vector<std::uint8_t> any(bytes, 0);
-    for (std::size_t i = 0; i < bits.size(); ++i) {
-      if (bits[i].group->parameters()[bits[i].parameter].present) any[i / 8] |= static_cast<std::uint8_t>(1U << (i % 8));
+  for (auto& [comm, presence] : presence_) {
+    const auto bytes = static_cast<std::int64_t>(presence.bits.size() + 7) / 8;
+    if (comm.size() == 1 || bytes == 0) continue;
+    if (!presence.mine.defined() || presence.mine.numel() < bytes) {
+      presence.mine = at::empty({bytes}, at::kByte);
+      presence.all = at::empty({bytes * comm.size()}, at::kByte);
     }
-    if (world > 1 && bytes > 0) {
-      if (!presence_.defined() || presence_.numel() < static_cast<std::int64_t>(bytes)) {
-        presence_ = at::empty({static_cast<std::int64_t>(bytes)}, at::kByte);
-        all_presence_ = at::empty({static_cast<std::int64_t>(bytes * world)}, at::kByte);
-      }
-      const at::Tensor mine = presence_.narrow(0, 0, static_cast<std::int64_t>(bytes));
-      const at::Tensor all = all_presence_.narrow(0, 0, static_cast<std::int64_t>(bytes * world));
-      std::memcpy(mine.mutable_data_ptr(), any.data(), bytes);
-      comm.all_gather_single(all, mine, {.label = "gradients present"}).wait();
-      const auto* received = static_cast<const std::uint8_t*>(all.const_data_ptr());
-      for (std::size_t i = 0; i < bytes * world; ++i) any[i % bytes] |= received[i];
+    auto* mine = static_cast<std::uint8_t*>(presence.mine.mutable_data_ptr());
+    std::fill_n(mine, bytes, std::uint8_t{0});
+    for (std::size_t i = 0; i < presence.bits.size(); ++i) {
+      const auto [group, parameter] = presence.bits[i];
+      if (group->parameters()[parameter].present) mine[i / 8] |= static_cast<std::uint8_t>(1U << (i % 8));
     }
-    for (std::size_t i = 0; i < bits.size(); ++i) {
-      auto& parameter = bits[i].group->parameters()[bits[i].parameter];
-      if ((any[i / 8] >> (i % 8)) & 1U) bits[i].group->install_grad(bits[i].parameter);
+    presence.exchange = comm.all_gather_single(presence.all.narrow(0, 0, bytes * comm.size()), presence.mine.narrow(0, 0, bytes),
+                                               {.label = "gradients present"});
+  }
+}
+
+void Runtime::install_gradients() {
+  for (auto& [comm, presence] : presence_) {
+    const bool exchanged = presence.exchange.pending();
+    presence.exchange.wait();
+    const std::size_t bytes = (presence.bits.size() + 7) / 8, ranks = static_cast<std::size_t>(comm.size());
+    for (std::size_t i = 0; i < presence.bits.size(); ++i) {
+      const auto [group, index] = presence.bits[i];
+      auto& parameter = group->parameters()[index];
+      if (exchanged ? any_bit(presence.all, ranks, bytes, i) : parameter.present) group->install_grad(index);
       parameter.present = false;
     }
   }
@@ -359,6 +372,7 @@ void Runtime::install_gradients() {
 
 void Runtime::reset() {
   in_flight_.clear();
+  presence_.clear();
   deferred_.clear();
   for (Unit* unit : units_) unit->reset();
   if (forward_order_ != nullptr) forward_order_->abandon();

@@ -36,7 +36,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// The next forward compares the ranks again.
   void renew_agreement() { agreed_ = false; }
   void begin_forward(Unit& unit);
-  /// After the unit is unsharded: starts the gather of the one that came next the last time.
+  /// The unit's gather is under way or done: starts that of the one that came next the last time.
   void look_ahead_forward(Unit& unit);
   void end_forward(bool completed);
 
@@ -47,7 +47,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void enter_backward();
   /// The gradient of a unit's output has arrived: catches up with what other ranks did before.
   void begin_unit_backward(Unit& unit);
-  /// After the unit is unsharded: starts the gather of the one that came next the last time.
+  /// The unit's gather is under way or done: starts that of the one that came next the last time.
   void look_ahead_backward(Unit& unit);
   /// The unit's last gradient has arrived: catches up likewise. Without gradient synchronisation this is all.
   void end_unit_backward(Unit& unit);
@@ -64,6 +64,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void reset(Unit& unit);
 
  private:
+  /// Which parameters have a gradient, and the exchange about it with the ranks that share them.
+  struct Presence {
+    struct Bit {
+      ParamGroup* group;
+      std::size_t parameter;
+    };
+    std::vector<Bit> bits;
+    at::Tensor mine, all;  // kept for their memory
+    Work exchange;
+  };
   void agree();
   void renumber();
   void finish_backward();
@@ -75,6 +85,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void advance_reductions();
   /// True if any parameter can have got a gradient.
   bool complete_gradients();
+  void start_presence();
   void install_gradients();
   void prefetch(Unit& unit);
   void look_ahead(const std::optional<std::vector<std::weak_ptr<Unit>>>& listed, std::optional<int> learned);
@@ -93,7 +104,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<std::vector<int>> segments_;  // units that run again together, until a backward has been learned
   std::deque<BackwardEvent> deferred_;      // reductions that fell due while the unit's gradients were inside of a segment
   std::deque<Unit*> in_flight_;
-  at::Tensor presence_, all_presence_;
+  std::vector<std::pair<Comm, Presence>> presence_;  // by group of ranks, in the order in which the units name them
 };
 
 /// Runtime::wait_for_gradients for every tree whose backward left reductions in flight on this thread.

@@ -144,6 +144,10 @@ bool Unit::trainable() const {
   return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->trainable(); });
 }
 
+bool Unit::has_frozen() const {
+  return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->has_frozen(); });
+}
+
 void Unit::describe(std::vector<std::string>& lines) const {
   const auto dtype = [](const std::optional<at::ScalarType>& type) { return type ? concat(*type) : std::string("default"); };
   const MixedPrecisionPolicy& policy = options_.mp_policy;
@@ -268,6 +272,19 @@ void Unit::refresh() {
   if (stale()) reshard();
 }
 
+/// Gathers the parameters and starts on the unit that comes next. The gather of that one is posted before waiting for the own, so
+/// that there is always one on its way, unless that would hold two rank-major buffers at the same time.
+template <class LookAhead>
+void Unit::unshard_and(const LookAhead& look_ahead) {
+  const bool early = std::all_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->layout().in_place(); });
+  if (early) {
+    start_unshard();
+    look_ahead();
+  }
+  finish_unshard();
+  if (!early) look_ahead();
+}
+
 void Unit::pre_forward() {
   runtime_->begin_forward(*this);
   try {
@@ -279,8 +296,9 @@ void Unit::pre_forward() {
     }
     // A recomputation: the unit's backward begins here, since it uses the parameters that this forward gathers.
     if (runtime_->in_backward() && at::GradMode::is_enabled()) pre_backward();
-    finish_unshard();
-    if (members_run_.empty()) runtime_->look_ahead_forward(*this);
+    unshard_and([this] {
+      if (members_run_.empty()) runtime_->look_ahead_forward(*this);
+    });
     if (at::GradMode::is_enabled() && trainable()) owes_reduction = true;
     ++running_;
     trace::begin("forward", name_);
@@ -326,8 +344,8 @@ void Unit::pre_backward() {
 
 void Unit::start_backward() {
   in_backward_ = true;
-  if (gathers_in_backward()) finish_unshard();
-  runtime_->look_ahead_backward(*this);
+  const auto look_ahead = [this] { runtime_->look_ahead_backward(*this); };
+  gathers_in_backward() ? unshard_and(look_ahead) : look_ahead();
 }
 
 /// What the user registered with register_hook on the model's handles.
@@ -365,7 +383,7 @@ void Unit::post_backward(std::vector<at::Tensor> gradients) {
   }
   awaits_backward = false;
   owes_reduction = true;
-  free_after_backward();
+  if (!has_frozen()) free_after_backward();
 }
 
 void Unit::free_after_backward() {
@@ -385,7 +403,7 @@ void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
       group.start_reduce(gradients[g], awaits_install, pool);
     }
   }
-  free_after_backward();
+  if (!has_frozen()) free_after_backward();
   if (data_parallel_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
   if (data_parallel_comm_.size() > 1) reduce_span_.start(trace::Lane::kReduce, "reduce", name_);
   for (auto& group : groups_) group->launch_reduce(park, pool);

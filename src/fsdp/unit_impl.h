@@ -83,6 +83,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   [[nodiscard]] bool in_backward() const { return in_backward_; }
   [[nodiscard]] bool is_unsharded() const { return state_ == State::kUnsharded; }
   [[nodiscard]] bool trainable() const;
+  /// A frozen parameter may be wanted until the gradient of the unit's input is there, and nothing tells when it is: such a unit
+  /// stays gathered until the end of backward.
+  [[nodiscard]] bool has_frozen() const;
   [[nodiscard]] bool holds_gradients() const;
   /// What must be equal on all ranks, one line per parameter.
   void describe(std::vector<std::string>& lines) const;
@@ -146,6 +149,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   void reconnect();
   void connect(ManagedParameter& parameter, std::size_t group, std::size_t index_in_group);
+  template <class LookAhead>
+  void unshard_and(const LookAhead& look_ahead);
   void call_hooks(std::vector<at::Tensor>& gradients);
   void sync_requires_grad();
   void verify_once(bool& done, const char* what);

@@ -26,6 +26,7 @@ Record plain_run(const NetOptions& options, int micro_batches, bool frozen = fal
   if (frozen) {
     for (auto& parameter : net->u3->parameters()) parameter.set_requires_grad(false);
     net->u1->a->bias.set_requires_grad(false);
+    net->u4->a->weight.set_requires_grad(false);  // its backward comes after the last gradient of the unit
   }
   torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   Record run;
@@ -67,6 +68,7 @@ Record sharded_run(const Case& c) {
   if (c.frozen) {
     for (auto& parameter : net->u3->parameters()) parameter.set_requires_grad(false);
     net->u1->a->bias.set_requires_grad(false);
+    net->u4->a->weight.set_requires_grad(false);  // its backward comes after the last gradient of the unit
   }
   FullyShardOptions options = on_mesh(c.mesh, c.layout, c.reshard);
   options.comm_fusion = c.fusion;

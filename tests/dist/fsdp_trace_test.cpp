@@ -260,7 +260,10 @@ TEST_P(Overlap, ForwardGathersTheNextUnitMeanwhile) {
         EXPECT_GE(next.begin, forward.end) << "nobody knows yet what comes after " << layer(i);
         continue;
       }
-      EXPECT_LE(next.begin, forward.begin) << layer(i) << " in step " << step;
+      // Where no memory is at stake, it is on its way before this unit's own gather is waited for.
+      const TraceSpan own = select(spans, "wait unshard", layer(i)).at(0);
+      const bool in_place = GetParam().layout == ShardLayout::kRagged;
+      EXPECT_LE(next.begin, in_place ? own.begin : forward.begin) << layer(i) << " in step " << step;
       EXPECT_GE(next.end, forward.end) << layer(i) << " in step " << step;
     }
   }

@@ -106,6 +106,7 @@ class SlowTransport final : public Transport {
     if (arrival > deadline) throw TransportError(TransportError::Kind::kTimeout, "timed out on the slow network");
   }
 
+  [[nodiscard]] const char* name() const noexcept override { return below_->name(); }
   void abort() noexcept override { below_->abort(); }
   void publish(const std::string& key, const std::string& note) noexcept override { below_->publish(key, note); }
   std::string read_note(const std::string& key, std::chrono::milliseconds patience) noexcept override {
