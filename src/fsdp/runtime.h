@@ -4,9 +4,12 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+
+#include <hyper_parallel/comm/comm.h>
 
 #include "fsdp/backward_plan.h"
 #include "fsdp/buffer.h"
@@ -14,6 +17,7 @@
 
 namespace hyper_parallel::fsdp {
 
+class ParamGroup;
 class Unit;
 
 /// Schedules the units of one tree. Order is program order: equal on all ranks that run the same program.
