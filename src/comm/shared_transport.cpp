@@ -21,7 +21,8 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-constexpr microseconds kSpin{40};
+constexpr microseconds kShortestSpin{3};
+constexpr microseconds kLongestSpin{40};
 constexpr milliseconds kLookAtPeers{100};  // how long a dead peer stays unnoticed
 constexpr milliseconds kLastReader{1000};  // how long abort waits for a peer that is reading
 
@@ -113,7 +114,7 @@ class SharedTransport final : public Transport {
   }
   // Asks the peer's helper to do what `message` waits for. False: ask again later.
   bool urge(SharedMessage& message);
-  bool spin(Word seen) const;
+  bool spin(Word seen);
   void help();
   void let_go() noexcept;
 
@@ -124,6 +125,7 @@ class SharedTransport final : public Transport {
   std::deque<Inbox> in_;
   bool aborted_ = false;
   bool stopping_ = false;
+  microseconds spin_for_ = kLongestSpin;
   std::thread helper_;
 };
 
@@ -155,15 +157,20 @@ bool SharedTransport::urge(SharedMessage& message) {
   return false;
 }
 
-bool SharedTransport::spin(Word seen) const {
+// Spinning in vain is worse than useless where the scheduler has put both ranks on one core, so it is tried less and less.
+bool SharedTransport::spin(Word seen) {
   if (!group_.spin) return false;
-  const auto end = Clock::now() + kSpin;
+  const auto end = Clock::now() + spin_for_;
   do {
     for (int i = 0; i < 50; ++i) {
-      if (look(me_.bell) != seen) return true;
+      if (look(me_.bell) != seen) {
+        spin_for_ = std::min(2 * spin_for_, kLongestSpin);
+        return true;
+      }
       relax();
     }
   } while (Clock::now() < end);
+  spin_for_ = std::max(spin_for_ / 2, kShortestSpin);
   return false;
 }
 
