@@ -101,6 +101,23 @@ TEST(GradScaler, RanksOfSeveralMeshesAgree) {
   }
 }
 
+/// Root on {0,1,2} {3,4,5}, a unit on {0,1} {2,3} {4,5}: what rank 5 finds reaches ranks 0 and 1 only by way of rank 2.
+TEST(GradScaler, GroupsThatOverlap) {
+  run_ranks(6, [] {
+    Net net = make_net();
+    FullyShardOptions threes, pairs;
+    threes.mesh = init_device_mesh("cpu", {2, 3}, {"a", "b"})["b"];
+    pairs.mesh = init_device_mesh("cpu", {3, 2}, {"c", "d"})["d"];
+    fully_shard(net->u1, pairs);
+    const HSDPModule root = fully_shard(net, threes);
+    optim::SGD sgd(root);
+    GradScaler scaler;
+    set_gradients(root, 0);
+    spoil(root, 5, INFINITY);
+    EXPECT_FALSE(scaler.step(sgd)) << get_rank();
+  });
+}
+
 TEST(GradScaler, TheScaleFollowsTorchsRules) {
   run_ranks(1, [] {
     nn::Linear layer(torch::nn::LinearOptions(2, 2).bias(false));
