@@ -161,8 +161,12 @@ void Trainer::announce() {
 }
 
 void Trainer::build() {
-  model_ = Llama(config_.model, static_cast<std::uint64_t>(config_.train.seed));
+  {
+    const MetaInit no_memory;
+    model_ = Llama(config_.model);
+  }
   root_ = fully_shard_llama(model_, shard_options(config_, make_mesh(plan_)));
+  init_llama(model_, root_, static_cast<std::uint64_t>(config_.train.seed));
   const OptimConfig& o = config_.optim;
   optim::AdamWOptions options{.lr = o.lr, .betas = {o.beta1, o.beta2}, .eps = o.eps, .weight_decay = o.weight_decay};
   options.decays = [](const std::string&, const std::vector<std::int64_t>& shape) { return shape.size() > 1; };
