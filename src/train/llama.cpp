@@ -85,8 +85,9 @@ LlamaImpl::LlamaImpl(const ModelConfig& model_config, std::uint64_t seed) : conf
   reset_parameters(seed);
 
   const std::int64_t head_dim = c.dim / c.n_heads;
-  const torch::Tensor frequency = torch::pow(c.rope_theta, -torch::arange(0, head_dim, 2, torch::kFloat) / head_dim);
-  const torch::Tensor angle = torch::outer(torch::arange(c.max_seq_len, torch::kFloat), frequency);
+  const auto real = torch::device(torch::kCPU).dtype(torch::kFloat);  // not on meta, where hp::MetaInit puts the parameters
+  const torch::Tensor frequency = torch::pow(c.rope_theta, -torch::arange(0, head_dim, 2, real) / head_dim);
+  const torch::Tensor angle = torch::outer(torch::arange(c.max_seq_len, real), frequency);
   const torch::Tensor both = torch::cat({angle, angle}, -1);
   cos = both.cos();
   sin = both.sin();
@@ -95,15 +96,16 @@ LlamaImpl::LlamaImpl(const ModelConfig& model_config, std::uint64_t seed) : conf
 void LlamaImpl::reset_parameters(std::uint64_t seed) {
   const torch::NoGradGuard no_grad;
   at::Generator generator = at::detail::createCPUGenerator(seed);
+  for (auto& item : named_parameters()) init_parameter(item.key(), item.value(), generator);
+}
+
+void LlamaImpl::init_parameter(const std::string& name, torch::Tensor& whole, at::Generator& generator) const {
+  const bool residual = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
   const double residual_std = kInitStd / std::sqrt(2.0 * static_cast<double>(config.n_layers));
-  for (auto& item : named_parameters()) {
-    torch::Tensor& parameter = item.value();
-    const bool residual = item.key().ends_with("o_proj.weight") || item.key().ends_with("down_proj.weight");
-    if (parameter.dim() == 2)
-      parameter.normal_(0.0, residual ? residual_std : kInitStd, generator);
-    else
-      parameter.fill_(1.0);
-  }
+  if (whole.dim() == 2)
+    whole.normal_(0.0, residual ? residual_std : kInitStd, generator);
+  else
+    whole.fill_(1.0);
 }
 
 torch::Tensor LlamaImpl::forward(torch::Tensor tokens) {

@@ -1,6 +1,10 @@
 #include <hyper_parallel/train/shard_llama.h>
 
+#include <map>
+
 #include <torch/torch.h>
+
+#include <ATen/CPUGeneratorImpl.h>
 
 namespace hyper_parallel::train {
 
@@ -15,6 +19,20 @@ HSDPModule fully_shard_llama(Llama& model, const FullyShardOptions& options) {
   FullyShardOptions root = options;
   root.reshard_after_forward = false;
   return fully_shard(model, root);
+}
+
+void init_llama(Llama& model, const HSDPModule& root, std::uint64_t seed) {
+  std::map<std::string, std::vector<std::int64_t>> shapes;
+  for (const auto& group : root.groups()) {
+    for (const auto& parameter : group.parameters) shapes[parameter.name] = parameter.full_shape;
+  }
+  const torch::NoGradGuard no_grad;
+  at::Generator generator = at::detail::createCPUGenerator(seed);
+  for (const std::string& name : model->named_parameters().keys()) {
+    torch::Tensor whole = torch::empty(shapes.at(name));
+    model->init_parameter(name, whole, generator);
+    root.load_full({{name, whole}}, /*strict=*/false);
+  }
 }
 
 }  // namespace hyper_parallel::train

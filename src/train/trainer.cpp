@@ -209,9 +209,13 @@ void Trainer::announce() {
 }
 
 void Trainer::build() {
-  model_ = Llama(config_.model, static_cast<std::uint64_t>(config_.train.seed));
+  {
+    const MetaInit no_memory;
+    model_ = Llama(config_.model);
+  }
   model_->checkpoint_every = checkpoint_every(config_.train.activation_checkpoint);
   root_ = fully_shard_llama(model_, shard_options(config_, make_mesh(plan_)));
+  init_llama(model_, root_, static_cast<std::uint64_t>(config_.train.seed));
   optimizer_ = make_optimizer(config_.optim, root_);
 }
 

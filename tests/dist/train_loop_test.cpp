@@ -8,9 +8,13 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <ATen/ops/equal.h>
+
 #include <hyper_parallel/comm/comm.h>
+#include <hyper_parallel/dtensor/dtensor.h>
 #include <hyper_parallel/train/agree.h>
 #include <hyper_parallel/train/schedule.h>
+#include <hyper_parallel/train/shard_llama.h>
 #include <hyper_parallel/train/trainer.h>
 
 #include "support/rank_threads.h"
@@ -93,6 +97,29 @@ TEST_F(TrainLoop, EveryWorldSizeAndLayoutGivesTheSameCurve) {
   expect_same_curve(train(config("w4h", {{"parallel.dp_replicate", "2"}}), 4), one, 1e-5);
   expect_same_curve(train(config("w1a", {{"train.micro_batch_size", "4"}}), 1), one, 1e-5);
   expect_same_curve(train(config("w2a", {{"train.micro_batch_size", "2"}}), 2), one, 1e-5);
+}
+
+TEST(InitLlama, GivesTheWeightsOfAModelBuiltInOnePiece) {
+  for (const bool tied : {false, true}) {
+    for (const int world : {1, 2, 3}) {
+      run_ranks(world, [&] {
+        const ModelConfig shape{
+            .dim = 32, .n_layers = 2, .n_heads = 4, .n_kv_heads = 2, .ffn_dim = 40, .max_seq_len = 16, .tied = tied};
+        Llama whole(shape, 7), model{nullptr};
+        {
+          const MetaInit no_memory;
+          model = Llama(shape);
+        }
+        FullyShardOptions options;
+        options.shard_layout = ShardLayout::kRagged;
+        const HSDPModule root = fully_shard_llama(model, options);
+        init_llama(model, root, 7);
+        for (const auto& [name, parameter] : root.named_dtensors())
+          EXPECT_TRUE(at::equal(parameter.full_tensor(), whole->named_parameters()[name])) << name;
+        EXPECT_TRUE(at::equal(model->cos, whole->cos));
+      });
+    }
+  }
 }
 
 TEST_F(TrainLoop, TiedHeadAndBfloat16) {

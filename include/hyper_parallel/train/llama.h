@@ -18,6 +18,7 @@
 // Initial weights: torch's CPU generator with the seed; matrices in the order of named_parameters() get normal_(0, s), s = 0.02,
 // and s = 0.02 / sqrt(2 n_layers) for o_proj and down_proj, which write to the residual stream. In Python: p.normal_(0, s,
 // generator=g).
+#include <string>
 #include <vector>
 
 #include <torch/nn/modules/container/modulelist.h>
@@ -79,6 +80,8 @@ struct LlamaImpl : torch::nn::Module {
   /// tokens (B, T) int64, T <= max_seq_len -> logits (B, T, vocab_size).
   torch::Tensor forward(torch::Tensor tokens);
   void reset_parameters(std::uint64_t seed);
+  /// Draws one whole parameter; in the order of named_parameters() from one generator it is what reset_parameters does.
+  void init_parameter(const std::string& name, torch::Tensor& whole, at::Generator& generator) const;
 
   ModelConfig config;
   std::int64_t checkpoint_every = 0;  ///< blocks 0, n, 2n, ... are computed again in backward; 0: none

@@ -1,5 +1,7 @@
 #pragma once
 // Which parts of the decoder are units of sharding.
+#include <cstdint>
+
 #include <hyper_parallel/nn/fully_shard.h>
 #include <hyper_parallel/train/llama.h>
 
@@ -11,5 +13,9 @@ namespace hyper_parallel::train {
 /// Local. The embedding is not gathered for its backward, which does not read it; the head stays gathered between its forward and
 /// its backward, which follow each other. Returns the root's handle.
 HSDPModule fully_shard_llama(Llama& model, const FullyShardOptions& options);
+
+/// The weights of Llama(config, seed), bit for bit, for a model that fully_shard_llama has sharded: drawn one after the other on
+/// every rank, which keeps its part. Memory: the shards and one parameter. Local.
+void init_llama(Llama& model, const HSDPModule& root, std::uint64_t seed);
 
 }  // namespace hyper_parallel::train
