@@ -8,12 +8,15 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <hyper_parallel/comm/comm.h>
+
 #include "fsdp/backward_plan.h"
 #include "fsdp/buffer.h"
 #include "fsdp/learned_order.h"
 
 namespace hyper_parallel::fsdp {
 
+class ParamGroup;
 class Unit;
 
 /// Schedules the units of one tree. Order is program order: equal on all ranks that run the same program.
