@@ -149,7 +149,7 @@ TEST(Meta, ShapesNamesAndPlanAreKnownBeforeMemory) {
             EXPECT_TRUE(got[g].parameters[i].sharded.is_meta());
           }
         }
-        EXPECT_EQ(root.plan_memory(true).total(), with.plan_memory(true).total());
+        EXPECT_EQ(root.plan_memory({.local = true}).total(), with.plan_memory({.local = true}).total());
       });
     }
   }
