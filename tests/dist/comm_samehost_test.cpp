@@ -323,6 +323,24 @@ TEST_P(Messages, APeerThatLeavesTakesBackWhatNobodyRead) {
   });
 }
 
+// A rank that reduces when the rows are there reads them where they are. One that comes later finds a copy in its workspace,
+// because the other could not go on otherwise.
+TEST_P(Messages, ReductionsReadTheirRowsWithTheSenderUnlessItWaits) {
+  constexpr std::int64_t kRow = 50'000;
+  on_two([](const Comm& comm, int rank) {
+    const auto input = group_memory(comm, 2 * kRow, torch::kFloat).fill_(rank + 1.0F);
+    const auto output = torch::zeros({kRow}), workspace = torch::full({2 * kRow}, -5.0F), token = torch::zeros({1});
+    auto work = comm.reduce_scatter_single(output, input, {.workspace = &workspace});
+    comm.barrier();
+    if (rank == 1) comm.recv(token, 0).wait();
+    work.wait();
+    if (rank == 0) comm.send(token, 1).wait();
+    EXPECT_TRUE(torch::equal(output, torch::full({kRow}, 3.0F)));
+    const auto row = workspace.narrow(0, (1 - rank) * kRow, kRow);
+    EXPECT_TRUE(torch::equal(row, torch::full({kRow}, rank == 0 ? -5.0F : 1.0F)));
+  });
+}
+
 // Groups share arenas and have mailboxes of their own.
 TEST_P(Messages, SeveralGroupsAtOnce) {
   const Mode mode(GetParam());
