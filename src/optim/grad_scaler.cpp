@@ -7,6 +7,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <hyper_parallel/dtensor/dtensor.h>
+
 #include "optim/kernels.h"
 
 namespace hyper_parallel::optim {
@@ -16,21 +18,28 @@ constexpr std::string_view kOp = "GradScaler";
 
 bool valid_scale(double scale) { return scale > 0 && scale <= std::numeric_limits<float>::max(); }
 
-bool covers(const Comm& outer, const Comm& inner) {
-  const auto& all = outer.ranks();
-  return std::all_of(inner.ranks().begin(), inner.ranks().end(),
-                     [&](int rank) { return std::find(all.begin(), all.end(), rank) != all.end(); });
+bool same_ranks(std::vector<int> a, std::vector<int> b) {
+  std::sort(a.begin(), a.end());
+  std::sort(b.begin(), b.end());
+  return a == b;
 }
 
-/// The groups over which the ranks of a tree agree: the root's and those that it does not cover, in the order of the tree.
+/// The groups over which the ranks of a tree agree: the root's, and those of units whose mesh has other ranks, in the order of
+/// the tree. Only equal sets of ranks are left out: all members of a set find the same there, so that they reduce equally often.
 std::vector<Comm> agreeing_groups(const fsdp::UnitHandle& root, const std::vector<fsdp::ShardedGroup>& groups) {
   std::vector<Comm> comms = {root.data_parallel_comm()};
   const auto add = [&](const Comm& comm) {
-    if (!comm.defined() || std::any_of(comms.begin(), comms.end(), [&](const Comm& known) { return covers(known, comm); }))
-      return;
-    comms.push_back(comm);
+    if (!comm.defined() || comm.size() == 1) return;
+    const auto known = [&](const Comm& other) { return same_ranks(other.ranks(), comm.ranks()); };
+    if (std::none_of(comms.begin(), comms.end(), known)) comms.push_back(comm);
   };
-  for (const fsdp::ShardedGroup& group : groups) add(group.shard_comm), add(group.replicate_comm);
+  const std::vector<std::pair<std::string, DTensor>> tensors = root.named_dtensors();
+  auto tensor = tensors.begin();
+  for (const fsdp::ShardedGroup& group : groups) {
+    const bool covered = same_ranks(tensor->second.device_mesh().ranks(), comms.front().ranks());
+    tensor += static_cast<std::ptrdiff_t>(group.parameters.size());
+    if (!covered) add(group.shard_comm), add(group.replicate_comm);
+  }
   return comms;
 }
 
@@ -104,7 +113,9 @@ void GradScaler::unscale_(const fsdp::UnitHandle& root, const std::vector<at::Te
   const std::vector<Comm> comms = options_.comm.defined() ? std::vector<Comm>{options_.comm} : agreeing_groups(root, groups);
   bool bad = !finite;
   for (const Comm& comm : comms) bad = any_rank(comm, bad);
-  for (std::size_t i = comms.size() - 1; i-- > 0;) bad = any_rank(comms[i], bad);  // what later groups knew goes back
+  if (comms.size() > 1) {  // what later groups knew goes back
+    for (std::size_t i = comms.size(); i-- > 0;) bad = any_rank(comms[i], bad);
+  }
   found_nonfinite_ = found_nonfinite_ || bad;
   unscaled_.push_back(root.unit().get());
 }

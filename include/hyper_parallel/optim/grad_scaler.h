@@ -37,8 +37,9 @@ class HP_API GradScaler {
   [[nodiscard]] at::Tensor scale(const at::Tensor& loss) const;
   /// Divides the gradients of the tree, and of `plain_parameters` outside of it, by the scale, and finds out whether all of them,
   /// of all ranks, are finite. Once between two updates. Collective: one all-reduce of one number over the ranks of the tree
-  /// (units on meshes that the root's does not cover add two). ValueError: fp16 gradients, which unscaling would flush to zero
-  /// (keep fp32 shards or fp32 main gradients). Error: a second time for the same tree before update().
+  /// (where units lie on other ranks than the root, two for the root's group and for each of theirs). ValueError: fp16 gradients,
+  /// which unscaling would flush to zero (keep fp32 shards or fp32 main gradients). Error: a second time for the same tree before
+  /// update().
   void unscale_(const fsdp::UnitHandle& root, const std::vector<at::Tensor>& plain_parameters = {});
 
   /// Steps `optimizer`, one of ours or of torch::optim, unless gradients were not finite; \return whether it stepped. Unscales
