@@ -84,6 +84,8 @@ struct Work::Impl {
   at::Tensor scratch;    ///< small receive space, kept with the pool
 
   void run();
+  void run_first_phase(std::chrono::steady_clock::time_point deadline);
+  void wait_for(std::vector<Message>& messages, std::chrono::steady_clock::time_point deadline);
   void reduce_where_they_are();
   void post_send(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes, int peer, std::uint32_t salt = 0);
   void post_receive(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes, int peer, std::uint32_t salt = 0,

@@ -1,6 +1,7 @@
 // Life of one operation: from posting its messages to the local part in wait().
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "comm/comm_impl.h"
 
@@ -158,29 +159,40 @@ void Work::Impl::reduce_where_they_are() {
   receives.clear();
 }
 
-void Work::Impl::run() {
-  if (comm->broken) comm->throw_broken(op);
-  const auto deadline = Clock::now() + timeout;
-  const auto wait_all = [&](std::vector<Message>& messages, bool keep = false) {
-    for (const auto& message : messages) {
-      try {
-        comm->transport->wait(message.handle, remaining(deadline));
-      } catch (const TransportError& error) {
-        comm->fail(*this, message.peer, error);
-      }
+void Work::Impl::wait_for(std::vector<Message>& messages, Clock::time_point deadline) {
+  for (const auto& message : messages) {
+    try {
+      comm->transport->wait(message.handle, remaining(deadline));
+    } catch (const TransportError& error) {
+      comm->fail(*this, message.peer, error);
     }
-    if (!keep) messages.clear();
-  };
-  wait_all(receives, reduce);
-  if (overwrite) wait_all(sends);
-  if (reduce) reduce_where_they_are();
-  if (spread) {
+  }
+}
+
+/// Up to the local result; of an all_reduce in two phases, sends it. Once only.
+void Work::Impl::run_first_phase(Clock::time_point deadline) {
+  if (comm->broken) comm->throw_broken(op);
+  wait_for(receives, deadline);
+  if (!reduce) receives.clear();
+  if (overwrite) {
+    wait_for(sends, deadline);
+    sends.clear();
+  }
+  if (std::exchange(reduce, false)) reduce_where_they_are();
+  if (std::exchange(spread, false)) {
     const auto offset = static_cast<const char*>(task.output) - static_cast<const char*>(tensor.const_data_ptr());
     const auto nbytes = task.numel * tensor.element_size();
     for (int k = 1; k < comm->size; ++k) post_send(tensor, offset, nbytes, (comm->rank + k) % comm->size, 1);
   }
-  wait_all(late_receives);
-  wait_all(sends);
+}
+
+void Work::Impl::run() {
+  const auto deadline = Clock::now() + timeout;
+  run_first_phase(deadline);
+  wait_for(late_receives, deadline);
+  late_receives.clear();
+  wait_for(sends, deadline);
+  sends.clear();
   span.finish();
   if (auto& slot = comm->record(sequence); slot.sequence == sequence) slot.state = FlightRecord::State::kDone;
 }
@@ -207,6 +219,18 @@ void Work::wait() {
   if (impl_ == nullptr) return;
   const auto impl = std::move(impl_);
   impl->run();
+}
+
+bool Work::advance() {
+  if (impl_ == nullptr) return false;
+  if (!impl_->spread) {
+    wait();
+    return false;
+  }
+  auto impl = std::move(impl_);  // gone if that throws, as after wait
+  impl->run_first_phase(Clock::now() + impl->timeout);
+  impl_ = std::move(impl);
+  return true;
 }
 
 void Work::Deleter::operator()(Impl* raw) const noexcept {

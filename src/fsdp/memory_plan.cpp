@@ -38,7 +38,7 @@ struct Lease {
 struct GroupReplay {
   GroupFootprint size;
   Lease full, gathered, part, pack, receive, sum, sum_receive, partial, exchange;
-  enum class Stage { kIdle, kReduceScatter, kAllReduce } stage = Stage::kIdle;
+  enum class Stage { kIdle, kReduceScatter, kAllReduce, kSpread } stage = Stage::kIdle;
   bool accumulated = false;
   bool park = false;  ///< the reduction in flight ends parked
 
@@ -202,8 +202,13 @@ class Replay {
           more = true;
           continue;
         }
+        if (group.stage == GroupReplay::Stage::kAllReduce) {
+          group.exchange.give(pool_);
+          group.stage = GroupReplay::Stage::kSpread;
+          more = true;
+          continue;
+        }
         group.partial.give(pool_);
-        group.exchange.give(pool_);
         group.stage = GroupReplay::Stage::kIdle;
       }
       if (more) left.push_back(unit);

@@ -85,6 +85,8 @@ class PendingComm {
     work_.wait();
     if (const CommWait custom = std::exchange(custom_, {})) custom();
   }
+  /// Work::advance; a custom operation is left for wait.
+  void advance() { work_.advance(); }
 
  private:
   Work work_;
@@ -189,7 +191,8 @@ class ParamGroup {
     std::vector<Piece> pieces;
     std::vector<at::Tensor> padding;
   };
-  enum class Stage { kIdle, kReduceScatter, kAllReduce };
+  /// An all-reduce has two stages of its own, so that both its phases travel while something computes.
+  enum class Stage { kIdle, kReduceScatter, kAllReduce, kSpread };
 
   void fill_shard(const std::vector<ParameterSlot>& slots);
   void build_full_views();

@@ -342,6 +342,12 @@ void ParamGroup::finish_scatter(MemoryPool& pool) {
 bool ParamGroup::advance_reduce(MemoryPool& pool) {
   if (stage_ == Stage::kIdle) return false;
   at::NoGradGuard no_grad;
+  if (stage_ == Stage::kAllReduce) {
+    reduction_.advance();
+    exchange_.release(pool);
+    stage_ = Stage::kSpread;
+    return true;
+  }
   reduction_.wait();
   if (stage_ == Stage::kReduceScatter) {
     finish_scatter(pool);
@@ -352,8 +358,6 @@ bool ParamGroup::advance_reduce(MemoryPool& pool) {
       stage_ = Stage::kAllReduce;
       return true;
     }
-  } else {
-    exchange_.release(pool);
   }
   finish_reduce(pool);
   stage_ = Stage::kIdle;

@@ -6,7 +6,9 @@
 #include <array>
 #include <functional>
 #include <map>
+#include <optional>
 #include <tuple>
+#include <variant>
 
 #include <torch/torch.h>
 
@@ -29,8 +31,9 @@ using Counts = std::map<std::pair<std::string, std::string>, int>;
 
 /// What a unit does in one step, in numbers of collectives for each of its groups.
 struct PerGroup {
-  int gathers = 2;     ///< before forward, and before backward
-  int reductions = 1;  ///< reduce-scatters, each followed by an all-reduce where there are replicas
+  int gathers = 2;                      ///< before forward, and before backward
+  int reductions = 1;                   ///< over the shard axis
+  std::optional<int> all_reduces = {};  ///< over the replicas; default: one after each reduction
 };
 
 struct Case {
@@ -61,9 +64,9 @@ void default_step(const Net& net, const HSDPModule& root) {
   root.zero_grad();
 }
 
+/// Groups of a unit by what they take part in: one that stays whole on every rank is neither gathered nor scattered.
 struct UnitSize {
-  int groups = 0;
-  int trainable = 0;
+  int gathered = 0, scattered = 0, all_reduced = 0;
 };
 
 std::map<std::string, UnitSize> sizes_of(const Net& net) {
@@ -72,26 +75,30 @@ std::map<std::string, UnitSize> sizes_of(const Net& net) {
                                          HSDPModule::of(net->u3), HSDPModule::of(net->u4),        HSDPModule::of(net)};
   for (const HSDPModule& unit : units) {
     for (const auto& group : unit.groups(false)) {
-      ++sizes[unit.name()].groups;
-      sizes[unit.name()].trainable += group.trainable ? 1 : 0;
+      UnitSize& size = sizes[unit.name()];
+      const bool cut = group.shard_comm.size() > 1;
+      const bool replicated = group.replicate_comm.defined() && group.replicate_comm.size() > 1;
+      size.gathered += cut ? 1 : 0;
+      size.scattered += cut && group.trainable ? 1 : 0;
+      size.all_reduced += replicated && group.trainable ? 1 : 0;
     }
   }
   return sizes;
 }
 
-/// The table, for a mesh of `replicas` x `shards`.
-Counts want_counts(const Case& c, const std::map<std::string, UnitSize>& sizes, int64_t replicas, int64_t shards) {
+/// The table, for a mesh of `ranks` ranks.
+Counts want_counts(const Case& c, const std::map<std::string, UnitSize>& sizes, int ranks) {
   Counts counts;
   const auto add = [&](const char* kind, const std::string& label, int count) {
     if (count > 0) counts[{kind, label}] += count;
   };
   for (const auto& [unit, size] : sizes) {
     const PerGroup each = c.want(unit);
-    if (shards > 1) add(kGather, unit, each.gathers * size.groups);
-    if (shards > 1) add(kScatter, unit, each.reductions * size.trainable);
-    if (replicas > 1) add(kReduce, unit, each.reductions * size.trainable);
+    add(kGather, unit, each.gathers * size.gathered);
+    add(kScatter, unit, each.reductions * size.scattered);
+    add(kReduce, unit, each.all_reduces.value_or(each.reductions) * size.all_reduced);
   }
-  if (replicas * shards > 1) add(kGather, "gradients present", c.presence_exchanges);
+  if (ranks > 1) add(kGather, "gradients present", c.presence_exchanges);
   return counts;
 }
 
@@ -107,6 +114,12 @@ std::vector<Counts> traced_counts(const std::string& file) {
     }
   }
   return steps;
+}
+
+/// The integer of reshard_after_forward, otherwise 0.
+int cut_over(const FullyShardOptions& options) {
+  const auto* k = options.reshard_after_forward ? std::get_if<int>(&*options.reshard_after_forward) : nullptr;
+  return k != nullptr ? *k : 0;
 }
 
 std::string text_of(const Counts& counts) {
@@ -145,6 +158,12 @@ TEST_P(CollectiveCount, IsThatOfTheTable) {
           std::any_of(comms.begin(), comms.end(), [&](const Comm& other) { return other.ranks() == comm.ranks(); });
       if (!known && comm.size() > 1) comms.push_back(comm);
     }
+    if (const auto k = cut_over(options); k > 1) {
+      const Comm shard = options.mesh.get_group(options.mesh.ndim() - 1);
+      std::vector<int> block;
+      for (int i = 0; i < k; ++i) block.push_back(shard.rank() / k * k + i);
+      if (k < shard.size()) comms.push_back(shard.subgroup(block));
+    }
     const auto calls = [&] {
       int64_t sum = 0;
       for (const Comm& comm : comms) sum += comm.size() > 1 ? comm.counters().calls : 0;
@@ -163,7 +182,7 @@ TEST_P(CollectiveCount, IsThatOfTheTable) {
   recording.stop();
   const std::vector<Counts> steps = traced_counts(folder.file("t-0.json"));
   ASSERT_EQ(steps.size(), kSteps);
-  const Counts want = want_counts(c, sizes, replicas, shards);
+  const Counts want = want_counts(c, sizes, ranks_of(mesh));
   for (std::size_t step = 1; step < kSteps; ++step) {
     EXPECT_EQ(text_of(steps[step]), text_of(want)) << "step " << step + 1;
     EXPECT_EQ(counted[step], total(want)) << "step " << step + 1;
@@ -196,9 +215,24 @@ std::vector<Case> cases() {
                  }});
   all.push_back(
       {.name = "ReshardRoot", .options = {.reshard_after_forward = true}, .want = [](const std::string&) { return PerGroup{}; }});
+  all.push_back({.name = "Bucketed", .options = {.bucket_size = 500}});
+  all.push_back({.name = "SmallOnesWhole", .options = {.threshold = 100}});
+  all.push_back({.name = "Offload", .options = {.offload_policy = CPUOffloadPolicy{}}});
   all.push_back(
       {.name = "LowPrecision", .options = {.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}}});
   return all;
+}
+
+/// Parameters cut over two of the ranks between forward and backward: the second gather is among those.
+std::vector<Case> recut() {
+  const auto everywhere = [](const std::string&) { return PerGroup{}; };
+  return {{.name = "CutOverTwo", .options = {.reshard_after_forward = 2}, .want = everywhere},
+          {.name = "CutOverTwoRagged",
+           .options = {.reshard_after_forward = 2, .shard_layout = ShardLayout::kRagged},
+           .want = everywhere},
+          {.name = "CutOverOne", .options = {.reshard_after_forward = 1}, .want = [](const std::string&) {
+             return PerGroup{.gathers = 1};
+           }}};
 }
 
 /// Other ways to run a step.
@@ -223,6 +257,41 @@ std::vector<Case> schedules() {
                      },
                  .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 2 : 4, .reductions = 2}; },
                  .presence_exchanges = 2});
+  all.push_back({.name = "AllReduceLast",
+                 .step =
+                     [](const Net& net, const HSDPModule& root) {
+                       for (const bool last : {false, false, true}) {
+                         root.set_requires_all_reduce(last);
+                         forward_backward(net);
+                       }
+                       root.zero_grad();
+                     },
+                 .want =
+                     [](const std::string& unit) {
+                       return PerGroup{.gathers = unit == kRoot ? 3 : 6, .reductions = 3, .all_reduces = 1};
+                     }});
+  all.push_back({.name = "WaitAtTheLastBackward",
+                 .step =
+                     [](const Net& net, const HSDPModule& root) {
+                       for (const bool last : {false, true}) {
+                         root.set_is_last_backward(last);
+                         forward_backward(net);
+                       }
+                       root.zero_grad();
+                     },
+                 .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 2 : 4, .reductions = 2}; }});
+  all.push_back({.name = "KeptOverMicroBatches",
+                 .options = {.reshard_after_forward = false},
+                 .step =
+                     [](const Net& net, const HSDPModule& root) {
+                       root.set_reshard_after_backward(false);
+                       for (const bool sync : {false, false, true}) {
+                         root.set_requires_gradient_sync(sync);
+                         forward_backward(net);
+                       }
+                       root.zero_grad();
+                     },
+                 .want = [](const std::string&) { return PerGroup{.gathers = 1}; }});
   all.push_back({.name = "NoGradients",
                  .step =
                      [](const Net& net, const HSDPModule&) {
@@ -278,6 +347,10 @@ INSTANTIATE_TEST_SUITE_P(Options, CollectiveCount,
                                                               std::vector<int64_t>{2, 2}, std::vector<int64_t>{1, 2},
                                                               std::vector<int64_t>{2, 1}),
                                             ::testing::ValuesIn(cases())),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(Recut, CollectiveCount,
+                         ::testing::Combine(::testing::Values(std::vector<int64_t>{2}, std::vector<int64_t>{4}),
+                                            ::testing::ValuesIn(recut())),
                          name_of);
 INSTANTIATE_TEST_SUITE_P(Schedules, CollectiveCount,
                          ::testing::Combine(::testing::Values(std::vector<int64_t>{2}, std::vector<int64_t>{2, 2}),

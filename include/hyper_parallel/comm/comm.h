@@ -36,6 +36,9 @@ class [[nodiscard, gnu::visibility("default")]] Work {  // g++ takes no HP_API a
   /// Blocks (CPU) or orders the current stream after the operation (CUDA), then runs what is left of it on the calling thread,
   /// such as the local sum of a reduction. CommError or TimeoutError with operation, label, group and peer.
   void wait();
+  /// Like `wait`, but leaves before the second phase of an all_reduce that has two has arrived, once that is on its way: true if
+  /// so (then the operation is still pending), false once it is complete. Errors are those of `wait`.
+  bool advance();
   [[nodiscard]] bool pending() const noexcept { return impl_ != nullptr; }
 
   struct Impl;  // src/comm
@@ -113,7 +116,8 @@ class HP_API Comm {
   /// rounded once, after the sum.
   Work reduce_scatter_single(const at::Tensor& output, const at::Tensor& input, const ReduceScatterOptions& options = {}) const;
   /// Reduces `tensor` in place over all ranks, in rank order: every rank gets the same bits.
-  /// Its second phase starts in `wait`: ranks must wait for the pending all_reduces of a group in the same order.
+  /// Its second phase starts in `wait` or `advance`: ranks must call these for the pending all_reduces of a group in the same
+  /// order.
   Work all_reduce(const at::Tensor& tensor, const AllReduceOptions& options = {}) const;
   /// Chunk r of input (input_sizes[r] elements; equal chunks when empty) goes to rank r; chunks received are laid in rank order.
   Work all_to_all_single(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> output_sizes = {},
