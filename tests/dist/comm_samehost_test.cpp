@@ -265,25 +265,16 @@ TEST_P(Messages, DroppedWorksKeepTheirMemory) {
 }
 
 TEST_P(Messages, TimeOutOnBothSides) {
-  on_two([](const Comm& comm, int rank) {
-    comm.barrier();
-    if (rank == 1) {
-      std::this_thread::sleep_for(1500ms);
-      return;
-    }
-    const auto tensor = group_memory(comm, 100'000, torch::kFloat).zero_();
-    const auto message = message_of<TimeoutError>([&] { comm.send(tensor, 1, {.timeout = 300ms}).wait(); });
-    EXPECT_THAT(message, HasSubstr("[send] no answer from peer rank 1 (global 1) within 0.3 s"));
-  });
-  on_two([](const Comm& comm, int rank) {
-    comm.barrier();
-    if (rank == 1) {
-      std::this_thread::sleep_for(1500ms);
-      return;
-    }
-    const auto message = message_of<TimeoutError>([&] { comm.recv(torch::zeros({10}), 1, {.timeout = 300ms}).wait(); });
-    EXPECT_THAT(message, HasSubstr("[recv] no answer from peer rank 1 (global 1) within 0.3 s"));
-  });
+  for (const std::string op : {"send", "recv"}) {
+    on_two([&](const Comm& comm, int rank) {
+      const auto tensor = group_memory(comm, 100'000, torch::kFloat).zero_();
+      comm.barrier();
+      if (rank == 1) return std::this_thread::sleep_for(1500ms);
+      const auto message = message_of<TimeoutError>(
+          [&] { (op == "send" ? comm.send(tensor, 1, {.timeout = 300ms}) : comm.recv(tensor, 1, {.timeout = 300ms})).wait(); });
+      EXPECT_THAT(message, HasSubstr("[" + op + "] no answer from peer rank 1 (global 1) within 0.3 s"));
+    });
+  }
 }
 
 TEST_P(Messages, WhatARankSentBeforeItLeftArrives) {
