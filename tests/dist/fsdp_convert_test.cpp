@@ -152,7 +152,6 @@ TEST(Convert, AdamWOfBeforeGoesOn) {
         optimizer.step();
         optimizer.zero_grad();
       }
-      for (const auto& state : optimizer.state()) EXPECT_EQ(state.exp_avg.scalar_type(), second_half);
       Tensors values = full_parameters(root);
       for (auto& [name, value] : values) value = value.to(torch::kFloat);
       return values;
