@@ -58,7 +58,9 @@ FlatOptimizer::FlatOptimizer(const fsdp::UnitHandle& root, Setup setup) : root_(
       Parameter& own = group.parameters.emplace_back();
       if (setup_.parameters && !setup_.parameters(parameter.name, parameter.full_shape)) continue;
       if (!shard.trainable && !supported(group.dtype)) continue;  // e.g. quantised and frozen
-      check_value(shard.shard.is_cpu() && supported(group.dtype), name, "parameter ", parameter.name, " is ", group.dtype, " on ",
+      // What is on meta gets its memory later.
+      const bool placed = shard.shard.is_cpu() || shard.shard.is_meta();
+      check_value(placed && supported(group.dtype), name, "parameter ", parameter.name, " is ", group.dtype, " on ",
                   shard.shard.device(), ", want floating-point parameters on the CPU");
       known.insert(parameter.name);
       own.group = group_of(parameter);

@@ -10,8 +10,8 @@
 
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/core/trace.h>
-#include <hyper_parallel/mesh/device_mesh.h>
 #include <hyper_parallel/fsdp/zero.h>
+#include <hyper_parallel/mesh/device_mesh.h>
 #include <hyper_parallel/optim/adamw.h>
 #include <hyper_parallel/optim/clip_grad.h>
 #include <hyper_parallel/optim/muon.h>
@@ -202,8 +202,10 @@ void Trainer::announce() {
   progress_.print(concat("Transport  ", comm_.transport_name()));
   begin_micro_batch(true);
   const bool accumulates = plan_.accumulation > 1;
-  const bool local = config_.parallel.zero_level > 0 ? config_.parallel.zero_level == 1 : config_.parallel.accumulation == "local";
-  const bool partial = config_.parallel.zero_level > 0 ? config_.parallel.zero_level == 2 : config_.parallel.accumulation == "partial";
+  const bool local =
+      config_.parallel.zero_level > 0 ? config_.parallel.zero_level == 1 : config_.parallel.accumulation == "local";
+  const bool partial =
+      config_.parallel.zero_level > 0 ? config_.parallel.zero_level == 2 : config_.parallel.accumulation == "partial";
   const fsdp::MemoryUse engine = root_.plan_memory({.local = accumulates && local, .partial = accumulates && partial});
   progress_.print(memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool, optimizer_->state_bytes()}));
 }

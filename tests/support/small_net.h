@@ -176,6 +176,11 @@ inline Tensors full_parameters(const HSDPModule& module) {
   return result;
 }
 
+[[nodiscard]] inline Tensors times(Tensors tensors, double factor) {
+  for (auto& [name, tensor] : tensors) tensor = tensor * factor;
+  return tensors;
+}
+
 /// Largest difference over the largest magnitude, over all tensors of `want`; names that only one side has count as infinite.
 inline double relative_difference(const Tensors& got, const Tensors& want) {
   if (got.size() != want.size()) return INFINITY;

@@ -41,7 +41,7 @@ struct ShardedParameter {
   std::vector<std::int64_t> full_shape;  ///< shape of the whole parameter
   std::int64_t offset = 0;               ///< first element in the group's flat shard
   std::int64_t numel = 0;                ///< elements of this rank's part
-  at::Tensor grad = {};                  ///< this rank's part of its gradient: `.grad` or fp32 main gradient; undefined without one
+  at::Tensor grad = {};  ///< this rank's part of its gradient: `.grad` or fp32 main gradient; undefined without one
 };
 
 /// The flat shard of the parameters of one unit that share a master dtype and trainability. A snapshot: ask for it again in each

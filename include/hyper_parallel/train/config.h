@@ -44,8 +44,8 @@ struct LoopConfig {
   /// Decoder blocks that keep only their input and are computed again in backward: "none", "block" (all), "block:N" (every N-th,
   /// from the first on).
   std::string activation_checkpoint = "none";
-  std::string trace;                  ///< file of a trace in the folder of the run, %r: rank; empty: none
-  std::string trace_steps = "3-5";    ///< which steps it covers: one, first-last, or all
+  std::string trace;                ///< file of a trace in the folder of the run, %r: rank; empty: none
+  std::string trace_steps = "3-5";  ///< which steps it covers: one, first-last, or all
 };
 
 /// Every how many blocks one is recomputed, from the text of train.activation_checkpoint: 0 for "none", 1 for "block", N for
@@ -75,14 +75,16 @@ struct ParallelConfig {
   std::int64_t dp_shard = -1;  ///< -1: all that dp_replicate leaves
   std::string layout = "ragged";
   bool reshard_after_forward = true;
-  std::int64_t reshard_ranks = 0;     ///< cut the weights over so many consecutive ranks after forward; 0: over all of the shard axis
-  double memory_budget_mb = 0;        ///< keep weights gathered after forward while the engine stays within it; 0: no budget
-  std::int64_t zero_level = 0;        ///< 1, 2 or 3: sets residency and accumulation; 0: as the other values say
-  std::string accumulation = "local"; ///< of micro-batches: "local", "partial" (one all-reduce for each step), "each" (reduce each)
-  std::int64_t replicate_below = 0;   ///< parameters of fewer bytes stay whole on every rank
-  double bucket_mb = 0;               ///< largest collective of a unit; 0: no limit
-  bool offload = false;               ///< shards, gradients and optimizer state in host memory
-  double timeout_seconds = 300;  ///< of every collective
+  std::int64_t reshard_ranks =
+      0;                        ///< cut the weights over so many consecutive ranks after forward; 0: over all of the shard axis
+  double memory_budget_mb = 0;  ///< keep weights gathered after forward while the engine stays within it; 0: no budget
+  std::int64_t zero_level = 0;  ///< 1, 2 or 3: sets residency and accumulation; 0: as the other values say
+  std::string accumulation =
+      "local";  ///< of micro-batches: "local", "partial" (one all-reduce for each step), "each" (reduce each)
+  std::int64_t replicate_below = 0;  ///< parameters of fewer bytes stay whole on every rank
+  double bucket_mb = 0;              ///< largest collective of a unit; 0: no limit
+  bool offload = false;              ///< shards, gradients and optimizer state in host memory
+  double timeout_seconds = 300;      ///< of every collective
 };
 
 /// [precision]: dtypes of compute and of gradient reduction; master weights and optimizer state are float32.
