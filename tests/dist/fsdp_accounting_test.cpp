@@ -191,7 +191,8 @@ TEST(Wrapping, FreesTheOriginalParameters) {
     fully_shard(layer, {.mesh = mesh});
     all.barrier();
     // Two ranks each held the whole and now hold a half.
-    EXPECT_EQ(with_parameters - allocation_counts().live, 512 * 512 * 4);
+    // A rank may still hold the token of a barrier.
+    EXPECT_NEAR(static_cast<double>(with_parameters - allocation_counts().live), 512 * 512 * 4, 64);
     all.barrier();
   });
 }
