@@ -66,8 +66,7 @@ const std::string& device_type(const UnitHandle& root) { return root.unit()->opt
 
 void cast_buffers(const UnitHandle& root, c10::ScalarType dtype) {
   check_value(at::isFloatingType(dtype), "cast_buffers", "dtype is ", dtype, ", want a floating type (unit ", root.name(), ')');
-  std::vector<Unit*> units;
-  root.unit()->subtree(units);
+  const std::vector<Unit*> units = root.unit()->reached(true);
   for (Unit* unit : units) unit->cast_buffers(dtype);
 }
 
@@ -76,8 +75,7 @@ void convert(const UnitHandle& root, c10::ScalarType dtype) {
   check_value(at::isFloatingType(dtype), kOp, "dtype is ", dtype, ", want a floating type (unit ", root.name(), ')');
   Unit& top = *root.unit();
   check_between_steps(top, kOp);
-  std::vector<Unit*> units;
-  top.subtree(units);
+  const std::vector<Unit*> units = top.reached(true);
   for (Unit* unit : units) {
     unit->follow_module();
     unit->reshard();

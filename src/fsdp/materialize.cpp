@@ -12,8 +12,7 @@ namespace hyper_parallel::fsdp {
 
 std::vector<ParameterPlace> places_of(Unit& root) {
   std::vector<ParameterPlace> places;
-  std::vector<Unit*> units;
-  root.subtree(units);
+  const std::vector<Unit*> units = root.reached(true);
   for (Unit* unit : units) {
     unit->follow_module();
     for (auto& group : unit->groups()) {
@@ -52,8 +51,7 @@ void Unit::materialize_buffers() {
 
 NamedTensors buffers_of(Unit& root) {
   NamedTensors buffers;
-  std::vector<Unit*> units;
-  root.subtree(units);
+  const std::vector<Unit*> units = root.reached(true);
   for (const Unit* unit : units) {
     for (auto& entry : unit->buffers()) buffers.push_back(std::move(entry));
   }
@@ -61,8 +59,7 @@ NamedTensors buffers_of(Unit& root) {
 }
 
 void check_between_steps(Unit& root, std::string_view op) {
-  std::vector<Unit*> units;
-  root.subtree(units);
+  const std::vector<Unit*> units = root.reached(true);
   for (const Unit* unit : units) {
     check_value(root.runtime().idle() && !unit->awaits_backward && !unit->owes_reduction, op, "unit ", unit->name(),
                 " is in the middle of a step, want a model between two steps: run backward (with gradient synchronisation), or "
@@ -72,8 +69,7 @@ void check_between_steps(Unit& root, std::string_view op) {
 
 void prepare_for_values(Unit& root, std::string_view op) {
   check_between_steps(root, op);
-  std::vector<Unit*> units;
-  root.subtree(units);
+  const std::vector<Unit*> units = root.reached(true);
   for (Unit* unit : units) {
     unit->reshard();
     for (auto& group : unit->groups()) group->materialize();

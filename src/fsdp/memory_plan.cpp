@@ -58,7 +58,7 @@ struct GroupReplay {
 class Replay {
  public:
   explicit Replay(Unit& root) : root_(root) {
-    root.subtree(order_);
+    order_ = root.reached(true);
     for (Unit* unit : order_) {
       units_.resize(std::max(units_.size(), static_cast<std::size_t>(unit->index) + 1));
       for (const auto& group : unit->groups()) at(*unit).groups.emplace_back(group->footprint());

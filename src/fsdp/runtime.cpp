@@ -29,6 +29,13 @@ T& entry_for(std::vector<std::pair<Comm, T>>& entries, const Comm& comm) {
 /// Trees whose backward left reductions in flight on this thread.
 thread_local std::vector<std::weak_ptr<Runtime>> unfinished;
 
+/// Once, however many backwards go by before somebody waits.
+void remember_unfinished(std::weak_ptr<Runtime> runtime) {
+  const auto same = [&](const auto& other) { return !other.owner_before(runtime) && !runtime.owner_before(other); };
+  std::erase_if(unfinished, [](const auto& other) { return other.expired(); });
+  if (std::none_of(unfinished.begin(), unfinished.end(), same)) unfinished.push_back(std::move(runtime));
+}
+
 /// Whether one of the `ranks` rows of `bytes` bytes has bit `i`.
 bool any_bit(const at::Tensor& rows, std::size_t ranks, std::size_t bytes, std::size_t i) {
   const auto* row = static_cast<const std::uint8_t*>(rows.const_data_ptr());
@@ -88,7 +95,7 @@ void Runtime::decide_budgets() {
   const auto planned = [&] { return plan_memory(root, {}).total(); };
   if (const std::int64_t least = planned(); least > bytes) {
     log::warn("fully_shard: unit ", root.name(), " needs ", least,
-              " bytes even if everything is freed after forward, more than its ", "memory budget of ", bytes);
+              " bytes even if everything is freed after forward, more than its memory budget of ", bytes);
     return;
   }
   // Units are in wrap order, children first and in forward order: the backward begins at the end.
@@ -300,7 +307,7 @@ void Runtime::finish_backward() {
     catch_up({BackwardEvent::Kind::kReduce, (*unit)->index});
   }
   const bool completed = is_last_backward && complete_gradients();
-  if (!is_last_backward) unfinished.push_back(weak_from_this());
+  if (!is_last_backward) remember_unfinished(weak_from_this());
   for (Unit* unit : units_) unit->end_backward(completed);
   backward_plan_.finish();
   in_backward_ = false;

@@ -20,11 +20,7 @@ const std::string& UnitHandle::name() const { return unit_->name(); }
 bool UnitHandle::is_unsharded() const { return unit_->is_unsharded(); }
 
 UnshardHandle UnitHandle::unshard(bool async_op) const {
-  unit_->follow_module();
-  unit_->refresh();
-  for (auto& group : unit_->groups()) group->check_memory("unshard");
-  unit_->start_unshard();
-  unit_->held = true;
+  unit_->start_hold("unshard");
   if (async_op) return UnshardHandle(unit_);
   unit_->finish_unshard();
   return {};

@@ -109,9 +109,7 @@ void Unit::adopt(const std::vector<ChildUnit>& children) {
     children_.push_back(child.unit);
     child.unit->reshard();
     runtime_->absorb(*child.unit->runtime_);
-    std::vector<Unit*> below;
-    child.unit->subtree(below);
-    for (Unit* unit : below) unit->runtime_ = runtime_;
+    for (Unit* unit : child.unit->reached(true)) unit->runtime_ = runtime_;
   }
 }
 
@@ -283,6 +281,14 @@ void Unit::unshard_and(const LookAhead& look_ahead) {
   }
   finish_unshard();
   if (!early) look_ahead();
+}
+
+void Unit::start_hold(std::string_view op) {
+  follow_module();
+  refresh();
+  for (auto& group : groups_) group->check_memory(op);
+  start_unshard();
+  held = true;
 }
 
 void Unit::pre_forward() {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -57,6 +58,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void gradients_completed();
   /// Takes over shards that torch::load has moved, and frees what was gathered from older ones. Before a gather for forward.
   void refresh();
+  /// The user gathers by hand, in call `op`; see `held`.
+  void start_hold(std::string_view op);
   void start_unshard();
   void finish_unshard();
   void reshard();

@@ -135,13 +135,7 @@ at::Tensor UnitHandle::main_grad(const at::Tensor& sharded) const {
 
 UnshardScope::UnshardScope(const UnitHandle& root) : root_(root) {
   const std::vector<Unit*> units = root_.unit()->reached(true);
-  for (Unit* unit : units) {
-    unit->follow_module();
-    unit->refresh();
-    for (auto& group : unit->groups()) group->check_memory("UnshardScope");
-    unit->start_unshard();
-    unit->held = true;
-  }
+  for (Unit* unit : units) unit->start_hold("UnshardScope");
   for (Unit* unit : units) unit->finish_unshard();
 }
 
