@@ -99,6 +99,28 @@ TEST_F(TrainLoop, EveryWorldSizeAndLayoutGivesTheSameCurve) {
   expect_same_curve(train(config("w2a", {{"train.micro_batch_size", "2"}}), 2), one, 1e-5);
 }
 
+/// What the settings of [parallel] and [precision] change is where things lie and when they travel, not the result.
+TEST_F(TrainLoop, EveryWayOfShardingGivesTheSameCurve) {
+  const TrainResult one = train(config("p1", {{"train.micro_batch_size", "3"}}), 1);
+  const std::vector<std::vector<Override>> ways = {
+      {{"parallel.reshard_ranks", "2"}},
+      {{"parallel.memory_budget_mb", "0.2"}},
+      {{"parallel.zero_level", "1"}},
+      {{"parallel.zero_level", "2"}},
+      {{"parallel.zero_level", "3"}},
+      {{"parallel.accumulation", "partial"}, {"parallel.dp_replicate", "2"}},
+      {{"parallel.accumulation", "each"}},
+      {{"parallel.replicate_below", "200"}, {"parallel.bucket_mb", "0.01"}},
+      {{"parallel.offload", "true"}, {"precision.main_grad", "true"}},
+  };
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    SCOPED_TRACE(ways[i].front().first + " = " + ways[i].front().second);
+    std::vector<Override> overrides = ways[i];
+    overrides.emplace_back("train.micro_batch_size", "1");
+    expect_same_curve(train(config("p4-" + std::to_string(i), overrides), 4), one, 1e-5);
+  }
+}
+
 TEST(InitLlama, GivesTheWeightsOfAModelBuiltInOnePiece) {
   for (const bool tied : {false, true}) {
     for (const int world : {1, 2, 3}) {

@@ -118,6 +118,8 @@ TEST(TrainConfig, ValuesThatContradictEachOther) {
   EXPECT_THAT(message_of("[data]\nseq_len = 1024\n"), HasSubstr("want at most model.max_seq_len = 256 (a.toml:2)"));
   EXPECT_THAT(message_of("[train]\nmax_steps = 0\n"), HasSubstr("both 0, want at least one limit (a.toml:2)"));
   EXPECT_THAT(message_of("[parallel]\ndp_shard = 0\n"), HasSubstr("want -1 or an integer >= 1 (a.toml:2)"));
+  EXPECT_THAT(message_of("[parallel]\nzero_level = 1\nreshard_ranks = 2\n"),
+              HasSubstr("parallel.reshard_ranks, memory_budget_mb and zero_level all say what stays after forward"));
   EXPECT_THAT(message_of("[log]\nname = '../x'\n"), HasSubstr("want a plain folder name (a.toml:2)"));
 }
 
