@@ -235,63 +235,52 @@ std::vector<Case> recut() {
            }}};
 }
 
+/// A step of as many micro-batches as flags; `set` is told before each whether it is the last.
+template <class Set>
+auto micro_batches(std::vector<bool> flags, Set set) {
+  return [flags = std::move(flags), set](const Net& net, const HSDPModule& root) {
+    for (const bool last : flags) {
+      set(root, last);
+      forward_backward(net);
+    }
+    root.zero_grad();
+  };
+}
+
+/// Several backwards in one step.
+std::vector<Case> accumulations() {
+  const auto sync = [](const HSDPModule& root, bool last) { root.set_requires_gradient_sync(last); };
+  const auto all_reduce = [](const HSDPModule& root, bool last) { root.set_requires_all_reduce(last); };
+  const auto wait = [](const HSDPModule& root, bool last) { root.set_is_last_backward(last); };
+  const auto kept = [sync](const HSDPModule& root, bool last) {
+    root.set_reshard_after_backward(false);
+    sync(root, last);
+  };
+  const auto each = [](const HSDPModule&, bool) {};
+  const auto twice_reduced = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 2 : 4, .reductions = 2}; };
+  std::vector<Case> all;
+  all.push_back({.name = "Accumulation", .step = micro_batches({false, false, true}, sync), .want = [](const std::string& unit) {
+                   return PerGroup{.gathers = unit == kRoot ? 3 : 6};
+                 }});
+  all.push_back({.name = "ReduceEveryMicroBatch",
+                 .step = micro_batches({false, true}, each),
+                 .want = twice_reduced,
+                 .presence_exchanges = 2});
+  all.push_back(
+      {.name = "AllReduceLast", .step = micro_batches({false, false, true}, all_reduce), .want = [](const std::string& unit) {
+         return PerGroup{.gathers = unit == kRoot ? 3 : 6, .reductions = 3, .all_reduces = 1};
+       }});
+  all.push_back({.name = "WaitAtTheLastBackward", .step = micro_batches({false, true}, wait), .want = twice_reduced});
+  all.push_back({.name = "KeptOverMicroBatches",
+                 .options = {.reshard_after_forward = false},
+                 .step = micro_batches({false, false, true}, kept),
+                 .want = [](const std::string&) { return PerGroup{.gathers = 1}; }});
+  return all;
+}
+
 /// Other ways to run a step.
 std::vector<Case> schedules() {
   std::vector<Case> all;
-  all.push_back({.name = "Accumulation",
-                 .step =
-                     [](const Net& net, const HSDPModule& root) {
-                       for (const bool sync : {false, false, true}) {
-                         root.set_requires_gradient_sync(sync);
-                         forward_backward(net);
-                       }
-                       root.zero_grad();
-                     },
-                 .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 3 : 6}; }});
-  all.push_back({.name = "ReduceEveryMicroBatch",
-                 .step =
-                     [](const Net& net, const HSDPModule& root) {
-                       forward_backward(net);
-                       forward_backward(net);
-                       root.zero_grad();
-                     },
-                 .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 2 : 4, .reductions = 2}; },
-                 .presence_exchanges = 2});
-  all.push_back({.name = "AllReduceLast",
-                 .step =
-                     [](const Net& net, const HSDPModule& root) {
-                       for (const bool last : {false, false, true}) {
-                         root.set_requires_all_reduce(last);
-                         forward_backward(net);
-                       }
-                       root.zero_grad();
-                     },
-                 .want =
-                     [](const std::string& unit) {
-                       return PerGroup{.gathers = unit == kRoot ? 3 : 6, .reductions = 3, .all_reduces = 1};
-                     }});
-  all.push_back({.name = "WaitAtTheLastBackward",
-                 .step =
-                     [](const Net& net, const HSDPModule& root) {
-                       for (const bool last : {false, true}) {
-                         root.set_is_last_backward(last);
-                         forward_backward(net);
-                       }
-                       root.zero_grad();
-                     },
-                 .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 2 : 4, .reductions = 2}; }});
-  all.push_back({.name = "KeptOverMicroBatches",
-                 .options = {.reshard_after_forward = false},
-                 .step =
-                     [](const Net& net, const HSDPModule& root) {
-                       root.set_reshard_after_backward(false);
-                       for (const bool sync : {false, false, true}) {
-                         root.set_requires_gradient_sync(sync);
-                         forward_backward(net);
-                       }
-                       root.zero_grad();
-                     },
-                 .want = [](const std::string&) { return PerGroup{.gathers = 1}; }});
   all.push_back({.name = "NoGradients",
                  .step =
                      [](const Net& net, const HSDPModule&) {
@@ -351,6 +340,10 @@ INSTANTIATE_TEST_SUITE_P(Options, CollectiveCount,
 INSTANTIATE_TEST_SUITE_P(Recut, CollectiveCount,
                          ::testing::Combine(::testing::Values(std::vector<int64_t>{2}, std::vector<int64_t>{4}),
                                             ::testing::ValuesIn(recut())),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(Accumulations, CollectiveCount,
+                         ::testing::Combine(::testing::Values(std::vector<int64_t>{2}, std::vector<int64_t>{2, 2}),
+                                            ::testing::ValuesIn(accumulations())),
                          name_of);
 INSTANTIATE_TEST_SUITE_P(Schedules, CollectiveCount,
                          ::testing::Combine(::testing::Values(std::vector<int64_t>{2}, std::vector<int64_t>{2, 2}),
