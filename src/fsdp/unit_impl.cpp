@@ -201,7 +201,7 @@ void Unit::verify_once(bool& done, const char* what) {
 void Unit::start_unshard() {
   if (state_ != State::kSharded) return;
   gathered_pass_ = runtime_->pass();
-  kept_version_ = version();
+  if (!reshard_after_backward) kept_version_ = version();
   if (!aliased_) {
     verify_once(gather_verified_, "all-gather");
     const trace::Span span("start unshard", name_);
