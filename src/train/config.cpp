@@ -146,6 +146,11 @@ void check_consistency(const Config& c) {
   check_value(ways <= 1, "config", "parallel.reshard_ranks, memory_budget_mb and zero_level all say what stays after forward, ",
               "want one of them (", c.where("parallel.reshard_ranks"), ", ", c.where("parallel.memory_budget_mb"), ", ",
               c.where("parallel.zero_level"), ")");
+  check_value(p.comm_fusion || p.layout == "per_parameter", "config", "parallel.comm_fusion = false, want the layout ",
+              "\"per_parameter\" with it: ragged units are always one collective (", c.where("parallel.comm_fusion"), ")");
+  check_value(p.comm_fusion || p.bucket_mb == 0, "config",
+              "parallel.bucket_mb limits what comm_fusion = false does not make, want one of them (",
+              c.where("parallel.bucket_mb"), ", ", c.where("parallel.comm_fusion"), ")");
   check_value(c.parallel.dp_shard != 0, "config", "parallel.dp_shard = 0, want -1 or an integer >= 1 (",
               c.where("parallel.dp_shard"), ")");
   check_value(c.log.name.find('/') == std::string::npos && c.log.name != "." && c.log.name != "..", "config", "log.name = \"",
@@ -182,6 +187,11 @@ std::pair<std::int64_t, std::int64_t> traced_steps(const Config& config) {
   check_value(first && last && *first <= *last, "config", "train.trace_steps = \"", text,
               "\", want a step, a range like 3-5, or all (", config.where("train.trace_steps"), ")");
   return {*first, *last};
+}
+
+bool scales_loss(const Config& config) {
+  const PrecisionConfig& p = config.precision;
+  return p.loss_scale > 0 || p.param_dtype == "float16" || p.reduce_dtype == "float16";
 }
 
 std::vector<FieldInfo> describe(const Config& config) {

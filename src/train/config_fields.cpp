@@ -66,6 +66,9 @@ void add_optim(std::vector<Field>& fields, OptimConfig& o) {
   fields.push_back({"optim", "nesterov", &o.nesterov, "SGD and Muon: look ahead along the momentum"});
   fields.push_back({"optim", "weight_decay", &o.weight_decay, "of the matrices (decoupled, but for SGD)", real(0, 10)});
   fields.push_back({"optim", "clip_norm", &o.clip_norm, "largest gradient norm (0: no clipping)", real(0, 1e9)});
+  fields.push_back({"optim", "state_dtype", &o.state_dtype, "dtype of the optimizer's state", one_of({"float32", "bfloat16"})});
+  fields.push_back({"optim", "ema_decay", &o.ema_decay,
+                    "validate and write texts with averages of the weights (0: with the weights)", real(0, 1)});
 }
 
 void add_parallel_and_precision(std::vector<Field>& fields, ParallelConfig& p, PrecisionConfig& d) {
@@ -86,13 +89,22 @@ void add_parallel_and_precision(std::vector<Field>& fields, ParallelConfig& p, P
   fields.push_back(
       {"parallel", "replicate_below", &p.replicate_below, "parameters of fewer bytes stay whole on every rank", at_least(0)});
   fields.push_back({"parallel", "bucket_mb", &p.bucket_mb, "largest collective of a unit (0: no limit)", real(0, 1e6)});
+  fields.push_back(
+      {"parallel", "comm_fusion", &p.comm_fusion, "layout per_parameter: one collective for a unit, or one for each parameter"});
+  fields.push_back(
+      {"parallel", "late_waits", &p.late_waits, "wait for reductions of micro-batches in the last backward of a step only"});
+  fields.push_back({"parallel", "replica_init", &p.replica_init,
+                    "of replicas at the start: none, check (they must be equal), broadcast (the first one's weights)",
+                    one_of({"none", "check", "broadcast"})});
   fields.push_back({"parallel", "offload", &p.offload, "shards, gradients and optimizer state in host memory"});
   fields.push_back(
       {"parallel", "timeout_seconds", &p.timeout_seconds, "of every collective", {.min = 0, .max = 1e6, .above = true}});
-  fields.push_back({"precision", "param_dtype", &d.param_dtype, "dtype of compute", one_of({"float32", "bfloat16"})});
+  fields.push_back({"precision", "param_dtype", &d.param_dtype, "dtype of compute", one_of({"float32", "bfloat16", "float16"})});
   fields.push_back(
-      {"precision", "reduce_dtype", &d.reduce_dtype, "dtype of gradient reduction", one_of({"float32", "bfloat16"})});
+      {"precision", "reduce_dtype", &d.reduce_dtype, "dtype of gradient reduction", one_of({"float32", "bfloat16", "float16"})});
   fields.push_back({"precision", "main_grad", &d.main_grad, "keep reduced gradients in float32 beside the parameters"});
+  fields.push_back({"precision", "loss_scale", &d.loss_scale,
+                    "first loss scale, adapted to overflows later (0: 65536 with float16, none without)", real(0, 1e30)});
 }
 
 void add_output(std::vector<Field>& fields, LogConfig& l, SampleConfig& s) {

@@ -3,7 +3,7 @@
 namespace hyper_parallel::train {
 namespace {
 
-std::int64_t bytes_of(const std::string& dtype) { return dtype == "bfloat16" ? 2 : 4; }
+std::int64_t bytes_of(const std::string& dtype) { return dtype == "float32" ? 4 : 2; }
 
 std::int64_t kv_dim(const ModelConfig& m) { return m.dim / m.n_heads * (m.n_kv_heads > 0 ? m.n_kv_heads : m.n_heads); }
 
@@ -49,9 +49,12 @@ std::int64_t optimizer_bytes(const Config& config) {
   const ModelConfig& m = config.model;
   const OptimConfig& o = config.optim;
   const std::int64_t count = parameter_count(m);
-  if (o.optimizer == "sgd") return o.momentum > 0 ? 4 * count : 0;
+  const std::int64_t averages = o.ema_decay > 0 ? 4 * count : 0;
   const std::int64_t matrices = m.n_layers * (2 * m.dim * m.dim + 2 * m.dim * kv_dim(m) + 3 * m.dim * m.ffn_dim);
-  return o.optimizer == "muon" ? 4 * (2 * count - matrices) : 8 * count;  // Muon: one momentum instead of two moments
+  std::int64_t elements = 2 * count;
+  if (o.optimizer == "sgd") elements = o.momentum > 0 ? count : 0;
+  if (o.optimizer == "muon") elements -= matrices;  // one momentum instead of two moments
+  return bytes_of(o.state_dtype) * elements + averages;
 }
 
 MemoryPlan plan_memory(const Config& config, const BatchPlan& batches, const EngineBytes& engine) {

@@ -34,6 +34,7 @@ void MetricsFile::write(const StepMetrics& m) {
   json["epoch"] = number(m.epoch);
   json["loss"] = number(m.loss);
   json["grad_norm"] = number(m.grad_norm);
+  json["loss_scale"] = number(m.loss_scale);
   json["lr"] = number(m.lr);
   json["tokens_per_s"] = number(m.tokens_per_s);
   json["step_ms"] = number(m.step_ms);

@@ -12,10 +12,6 @@
 #include <hyper_parallel/core/trace.h>
 #include <hyper_parallel/fsdp/zero.h>
 #include <hyper_parallel/mesh/device_mesh.h>
-#include <hyper_parallel/optim/adamw.h>
-#include <hyper_parallel/optim/clip_grad.h>
-#include <hyper_parallel/optim/muon.h>
-#include <hyper_parallel/optim/sgd.h>
 #include <hyper_parallel/train/agree.h>
 #include <hyper_parallel/train/generate.h>
 #include <hyper_parallel/train/loss_plot.h>
@@ -25,7 +21,9 @@
 #include <hyper_parallel/train/tokenizer.h>
 
 #include "train/batches.h"
+#include "train/dtypes.h"
 #include "train/trace_window.h"
+#include "train/updater.h"
 
 namespace hyper_parallel::train {
 namespace {
@@ -34,8 +32,6 @@ namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
-
-c10::ScalarType dtype_of(const std::string& name) { return name == "bfloat16" ? torch::kBFloat16 : torch::kFloat32; }
 
 FullyShardOptions shard_options(const Config& config, const DeviceMesh& mesh) {
   FullyShardOptions options;
@@ -48,6 +44,9 @@ FullyShardOptions shard_options(const Config& config, const DeviceMesh& mesh) {
   if (p.offload) options.offload_policy = CPUOffloadPolicy{};
   if (p.bucket_mb > 0) options.bucket_size = static_cast<std::int64_t>(p.bucket_mb * kMega);
   options.threshold = p.replicate_below;
+  options.comm_fusion = p.comm_fusion;
+  if (p.replica_init == "check") options.replica_init = ReplicaInit::kCheck;
+  if (p.replica_init == "broadcast") options.replica_init = ReplicaInit::kBroadcast;
   options.mp_policy = {.param_dtype = dtype_of(config.precision.param_dtype),
                        .reduce_dtype = dtype_of(config.precision.reduce_dtype),
                        .apply_grad_on_fp32_main_grad = config.precision.main_grad};
@@ -59,28 +58,6 @@ FullyShardOptions shard_options(const Config& config, const DeviceMesh& mesh) {
 std::string_view accumulation(const ParallelConfig& p) {
   if (p.zero_level == 0) return p.accumulation;
   return p.zero_level == 1 ? "local" : p.zero_level == 2 ? "partial" : "each";
-}
-
-/// Weight decay for matrices only; Muon with the update size of AdamW, so that one rate serves both.
-std::unique_ptr<optim::FlatOptimizer> make_optimizer(const OptimConfig& o, const HSDPModule& root) {
-  const optim::ParameterPredicate is_matrix = [](const std::string&, const std::vector<std::int64_t>& shape) {
-    return shape.size() > 1;
-  };
-  const optim::AdamWOptions adamw{
-      .lr = o.lr, .betas = {o.beta1, o.beta2}, .eps = o.eps, .weight_decay = o.weight_decay, .decays = is_matrix};
-  if (o.optimizer == "adamw") return std::make_unique<optim::AdamW>(root, adamw);
-  if (o.optimizer == "sgd") {
-    const optim::SGDOptions sgd{
-        .lr = o.lr, .momentum = o.momentum, .weight_decay = o.weight_decay, .nesterov = o.nesterov, .decays = is_matrix};
-    return std::make_unique<optim::SGD>(root, sgd);
-  }
-  optim::MuonOptions muon{.lr = o.lr, .weight_decay = o.weight_decay, .momentum = o.momentum, .nesterov = o.nesterov};
-  muon.adjust_lr_fn = optim::MuonLr::kMatchRmsAdamW;
-  muon.matrices = [](const std::string& name, const std::vector<std::int64_t>& shape) {
-    return name.starts_with("layers.") && shape.size() == 2;
-  };
-  muon.adamw = adamw;
-  return std::make_unique<optim::Muon>(root, muon);
 }
 
 DeviceMesh make_mesh(const BatchPlan& plan) {
@@ -165,7 +142,6 @@ class Trainer {
   void begin_micro_batch(bool last);
   double forward_backward();
   Shared share(double loss);
-  void optimizer_step(double lr, StepMetrics& metrics);
   double validate(std::int64_t step);
   [[nodiscard]] double eta(std::int64_t step, double elapsed) const;
 
@@ -180,7 +156,7 @@ class Trainer {
   MetricsFile metrics_;
   Llama model_{nullptr};
   HSDPModule root_;
-  std::unique_ptr<optim::FlatOptimizer> optimizer_;
+  std::optional<Updater> updater_;
   LossPlot plot_;
   TrainResult result_;
   Clock::time_point loop_begin_;
@@ -209,7 +185,7 @@ void Trainer::announce() {
   begin_micro_batch(true);
   const std::string_view kind = plan_.accumulation > 1 ? accumulation(config_.parallel) : "each";
   const fsdp::MemoryUse engine = root_.plan_memory({.local = kind == "local", .partial = kind == "partial"});
-  progress_.print(memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool, optimizer_->state_bytes()}));
+  progress_.print(memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool, updater_->state_bytes()}));
 }
 
 void Trainer::build() {
@@ -220,7 +196,7 @@ void Trainer::build() {
   model_->checkpoint_every = checkpoint_every(config_.train.activation_checkpoint);
   root_ = fully_shard_llama(model_, shard_options(config_, make_mesh(plan_)));
   init_llama(model_, root_, static_cast<std::uint64_t>(config_.train.seed));
-  optimizer_ = make_optimizer(config_.optim, root_);
+  updater_.emplace(config_, root_);
 }
 
 Batch Trainer::next_batch() {
@@ -229,6 +205,7 @@ Batch Trainer::next_batch() {
 }
 
 void Trainer::begin_micro_batch(bool last) {
+  if (config_.parallel.late_waits) root_.set_is_last_backward(last);
   if (const std::int64_t level = config_.parallel.zero_level; level > 0) {
     set_zero_level(root_, static_cast<ZeroLevel>(level), last);
     return;
@@ -244,7 +221,7 @@ double Trainer::forward_backward() {
     begin_micro_batch(micro + 1 == plan_.accumulation);
     const Batch batch = next_batch();
     const torch::Tensor loss = next_token_loss(model_(batch.inputs), batch.targets) / static_cast<double>(plan_.accumulation);
-    loss.backward();
+    updater_->scaled(loss).backward();
     loss_sum += loss.item<double>();
   }
   return loss_sum;
@@ -266,19 +243,11 @@ Shared Trainer::share(double loss) {
   return shared;
 }
 
-void Trainer::optimizer_step(double lr, StepMetrics& metrics) {
-  const double clip = config_.optim.clip_norm;
-  metrics.grad_norm = clip_grad_norm_(root_, clip > 0 ? clip : std::numeric_limits<double>::infinity());
-  metrics.lr = lr;
-  optimizer_->set_lr(lr);
-  optimizer_->step();
-  optimizer_->zero_grad();
-}
-
 double Trainer::validate(std::int64_t step) {
   if (batches_->validation_windows() == 0) return std::numeric_limits<double>::quiet_NaN();
   const trace::Span span("validate");
   const torch::NoGradGuard no_grad;
+  const Updater::Averages averages = updater_->averages();
   const Clock::time_point begin = Clock::now();
   double sum = 0;
   for (std::int64_t round = 0; round < batches_->validation_rounds(); ++round) {
@@ -319,7 +288,10 @@ void Trainer::loop() {
     if (step <= schedule_.warmup_steps) warmup_seconds = elapsed;
     StepMetrics m;
     const double loss = forward_backward();
-    optimizer_step(schedule_.at(step, elapsed, warmup_seconds), m);
+    m.lr = schedule_.at(step, elapsed, warmup_seconds);
+    const Updater::Outcome update = updater_->step(m.lr);
+    m.grad_norm = update.grad_norm;
+    m.loss_scale = update.loss_scale;
     const Shared shared = share(loss);
     span.reset();
     const double step_seconds = seconds_since(begin);
@@ -335,7 +307,7 @@ void Trainer::loop() {
     m.elapsed_s = elapsed;
     m.eta_s = eta(m.step, elapsed);
     metrics_.write(m);
-    if (!std::isfinite(m.loss) || !std::isfinite(m.grad_norm))
+    if (!std::isfinite(m.loss) || (update.stepped && !std::isfinite(m.grad_norm)))
       throw AgreedError(concat("[train] loss ", m.loss, " and gradient norm ", m.grad_norm, " at step ", m.step,
                                ", want finite numbers: lower optim.lr, or lengthen optim.warmup_steps"));
     const double fraction = schedule_.progress(m.step, elapsed);
@@ -354,6 +326,7 @@ void Trainer::loop() {
 
 std::string Trainer::sample() {
   std::string text;
+  const Updater::Averages averages = updater_->averages();
   for (std::size_t i = 0; i < config_.sample.prompts.size(); ++i) {
     const auto seed = static_cast<std::uint64_t>(config_.train.seed) + i;
     const std::string sample = printable(generate(model_, config_.sample.prompts[i], config_.sample, config_.data.seq_len, seed));

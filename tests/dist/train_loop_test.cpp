@@ -112,6 +112,11 @@ TEST_F(TrainLoop, EveryWayOfShardingGivesTheSameCurve) {
       {{"parallel.accumulation", "each"}},
       {{"parallel.replicate_below", "200"}, {"parallel.bucket_mb", "0.01"}},
       {{"parallel.offload", "true"}, {"precision.main_grad", "true"}},
+      {{"parallel.layout", "per_parameter"}, {"parallel.comm_fusion", "false"}},
+      {{"parallel.late_waits", "true"}, {"parallel.accumulation", "each"}},
+      {{"parallel.replica_init", "check"}, {"parallel.dp_replicate", "2"}},
+      {{"parallel.replica_init", "broadcast"}, {"parallel.dp_replicate", "4"}},
+      {{"precision.loss_scale", "1024"}},
   };
   for (std::size_t i = 0; i < ways.size(); ++i) {
     SCOPED_TRACE(ways[i].front().first + " = " + ways[i].front().second);
@@ -168,6 +173,52 @@ TEST_F(TrainLoop, EveryOptimizerAndScheduleLearnsAlikeOnAllWorlds) {
     std::vector<Override> replicated = more;
     replicated.emplace_back("parallel.dp_replicate", "2");
     expect_same_curve(train(config("o4", replicated), 4), one, 2e-5);
+  }
+}
+
+// Nothing is below 2^-24 in fp16: without the scale most gradients of this model would be lost.
+TEST_F(TrainLoop, Float16LearnsAndLeavesOutStepsThatOverflow) {
+  const TrainResult one = train(config("h1", {}), 1);
+  for (const char* reduce : {"float32", "float16"}) {
+    const TrainResult half = train(config(std::string("h2-") + reduce, {{"precision.param_dtype", "float16"},
+                                                                        {"precision.reduce_dtype", reduce},
+                                                                        {"precision.loss_scale", "1024"},
+                                                                        {"train.micro_batch_size", "3"}}),
+                                   2);
+    for (const StepMetrics& step : half.history) EXPECT_EQ(step.loss_scale, 1024);
+    expect_same_curve(half, one, 0.02);
+  }
+  const TrainResult large =
+      train(config("h3", {{"precision.param_dtype", "float16"}, {"precision.loss_scale", "1e12"}, {"train.max_steps", "60"}}), 2);
+  ASSERT_EQ(large.history.size(), 60U);
+  EXPECT_FALSE(std::isfinite(large.history.front().grad_norm));
+  EXPECT_EQ(large.history[1].loss_scale, 0.5e12);
+  EXPECT_TRUE(std::isfinite(large.history.back().grad_norm));
+  EXPECT_LT(large.val_loss_end, large.val_loss_start - 0.5);
+}
+
+// The averages of a run are those of its weights: with a decay of 0 they are the weights, near 1 they stay behind.
+TEST_F(TrainLoop, ValidatesWithAverages) {
+  const std::vector<Override> kept = {{"parallel.zero_level", "1"}, {"sample.prompts", "['line ']"}, {"sample.tokens", "3"}};
+  const auto with = [&](const std::string& name, const char* decay) {
+    std::vector<Override> overrides = kept;
+    overrides.emplace_back("optim.ema_decay", decay);
+    return train(config(name, overrides), 2);
+  };
+  const TrainResult plain = with("e0", "0"), tiny = with("e1", "1e-300"), slow = with("e2", "0.999");
+  EXPECT_EQ(tiny.val_loss_end, plain.val_loss_end);
+  EXPECT_GT(slow.val_loss_end, plain.val_loss_end + 1e-3);
+  ASSERT_EQ(slow.history.size(), plain.history.size());
+  for (std::size_t i = 0; i < plain.history.size(); ++i) EXPECT_EQ(slow.history[i].loss, plain.history[i].loss) << i;
+}
+
+TEST_F(TrainLoop, Bfloat16OptimizerState) {
+  for (const char* optimizer : {"adamw", "sgd", "muon"}) {
+    SCOPED_TRACE(optimizer);
+    const TrainResult wide = train(config("s4", {{"optim.optimizer", optimizer}}), 1);
+    const TrainResult narrow = train(config("s2", {{"optim.optimizer", optimizer}, {"optim.state_dtype", "bfloat16"}}), 2);
+    expect_same_curve(narrow, wide, 0.05);
+    EXPECT_NE(narrow.val_loss_end, wide.val_loss_end);
   }
 }
 

@@ -120,6 +120,9 @@ TEST(TrainConfig, ValuesThatContradictEachOther) {
   EXPECT_THAT(message_of("[parallel]\ndp_shard = 0\n"), HasSubstr("want -1 or an integer >= 1 (a.toml:2)"));
   EXPECT_THAT(message_of("[parallel]\nzero_level = 1\nreshard_ranks = 2\n"),
               HasSubstr("parallel.reshard_ranks, memory_budget_mb and zero_level all say what stays after forward"));
+  EXPECT_THAT(message_of("[parallel]\ncomm_fusion = false\n"), HasSubstr("want the layout \"per_parameter\" with it"));
+  EXPECT_THAT(message_of("[parallel]\nlayout = \"per_parameter\"\ncomm_fusion = false\nbucket_mb = 1\n"),
+              HasSubstr("parallel.bucket_mb limits what comm_fusion = false does not make"));
   EXPECT_THAT(message_of("[log]\nname = '../x'\n"), HasSubstr("want a plain folder name (a.toml:2)"));
 }
 
@@ -135,6 +138,15 @@ TEST(TrainConfig, TracedSteps) {
   for (const char* bad : {"", "0", "5-3", "3-", "-3", "1-2-3", "3 - 5", "x", "99999999999999999999"})
     EXPECT_EQ(message_of(std::string("[train]\ntrace_steps = '") + bad + "'\n"),
               std::string("[config] train.trace_steps = \"") + bad + "\", want a step, a range like 3-5, or all (a.toml:2)");
+}
+
+TEST(TrainConfig, TheLossIsScaledForFloat16) {
+  const auto scales = [](const std::string& text) { return scales_loss(parse_config("[precision]\n" + text, "a.toml")); };
+  EXPECT_FALSE(scales(""));
+  EXPECT_FALSE(scales("param_dtype = \"bfloat16\"\n"));
+  EXPECT_TRUE(scales("param_dtype = \"float16\"\n"));
+  EXPECT_TRUE(scales("reduce_dtype = \"float16\"\n"));
+  EXPECT_TRUE(scales("loss_scale = 8.0\n"));
 }
 
 TEST(TrainConfig, ActivationCheckpoint) {

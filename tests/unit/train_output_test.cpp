@@ -89,6 +89,10 @@ TEST(MemoryPlanTest, AddsUp) {
   EXPECT_EQ(optimizer_bytes(c), 0);
   c.optim.optimizer = "muon";
   EXPECT_EQ(optimizer_bytes(c), 8 * (count - matrices) + 4 * matrices);
+  c.optim.state_dtype = "bfloat16";
+  EXPECT_EQ(optimizer_bytes(c), 4 * (count - matrices) + 2 * matrices);
+  c.optim.ema_decay = 0.9;
+  EXPECT_EQ(optimizer_bytes(c), 4 * (count - matrices) + 2 * matrices + 4 * count);
 }
 
 /// Blocks that are computed again keep their input, and one of them is back at a time.

@@ -66,7 +66,9 @@ struct OptimConfig {
   double momentum = 0.95;  ///< SGD and Muon
   bool nesterov = true;    ///< SGD and Muon
   double weight_decay = 0.1;
-  double clip_norm = 1.0;  ///< 0: measure the gradient norm only
+  double clip_norm = 1.0;               ///< 0: measure the gradient norm only
+  std::string state_dtype = "float32";  ///< of the optimizer's state: "float32", "bfloat16"
+  double ema_decay = 0;                 ///< validate and write texts with averages of the weights; 0: with the weights
 };
 
 /// [parallel]: how the ranks share the model.
@@ -83,15 +85,20 @@ struct ParallelConfig {
       "local";  ///< of micro-batches: "local", "partial" (one all-reduce for each step), "each" (reduce each)
   std::int64_t replicate_below = 0;  ///< parameters of fewer bytes stay whole on every rank
   double bucket_mb = 0;              ///< largest collective of a unit; 0: no limit
-  bool offload = false;              ///< shards, gradients and optimizer state in host memory
-  double timeout_seconds = 300;      ///< of every collective
+  bool comm_fusion = true;           ///< layout per_parameter: one collective for a unit, or one for each parameter
+  bool late_waits = false;           ///< reductions of micro-batches are waited for in the last backward of a step only
+  std::string replica_init =
+      "none";            ///< of HSDP at the start: "none", "check" (replicas must be equal), "broadcast" (replica 0's weights)
+  bool offload = false;  ///< shards, gradients and optimizer state in host memory
+  double timeout_seconds = 300;  ///< of every collective
 };
 
-/// [precision]: dtypes of compute and of gradient reduction; master weights and optimizer state are float32.
+/// [precision]: dtypes of compute and of gradient reduction: "float32", "bfloat16", "float16". Master weights are float32.
 struct PrecisionConfig {
   std::string param_dtype = "float32";
   std::string reduce_dtype = "float32";
   bool main_grad = false;  ///< reduced gradients are kept in float32 beside the parameters
+  double loss_scale = 0;   ///< first one, adapted to overflows later; 0: 65536 with float16, and none without
 };
 
 /// [log]: what is written where.
@@ -152,6 +159,9 @@ using Override = std::pair<std::string, std::string>;
 
 /// The first and the last step that train.trace_steps names, from 1. ValueError: not of the form "3", "3-5" or "all".
 [[nodiscard]] std::pair<std::int64_t, std::int64_t> traced_steps(const Config& config);
+
+/// Whether the loss is scaled: with float16, or when precision.loss_scale asks for it.
+[[nodiscard]] bool scales_loss(const Config& config);
 
 /// How a step is divided over `world` ranks.
 struct BatchPlan {

@@ -24,7 +24,7 @@ struct EngineBytes {
   std::int64_t shards = 0;
   std::int64_t gradients = 0;
   std::int64_t pool = 0;
-  std::int64_t optimizer_state = 0;
+  std::int64_t optimizer_state = 0;  ///< with the averages of optim.ema_decay
 };
 
 /// Bytes of one rank. Exact but for the activations.
@@ -34,7 +34,7 @@ struct MemoryPlan {
   [[nodiscard]] std::int64_t total() const;
 };
 
-/// Bytes of the optimizer's state for the whole model, without sharding and without the buffers of Muon.
+/// Bytes of the optimizer's state and of the averages for the whole model, without sharding and without the buffers of Muon.
 [[nodiscard]] std::int64_t optimizer_bytes(const Config& config);
 [[nodiscard]] MemoryPlan plan_memory(const Config& config, const BatchPlan& batches, const EngineBytes& engine);
 

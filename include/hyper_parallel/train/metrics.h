@@ -15,7 +15,8 @@ struct StepMetrics {
   std::int64_t tokens = 0;  ///< consumed so far, all ranks
   double epoch = 0;
   double loss = 0;       ///< mean over the global batch, nats per token
-  double grad_norm = 0;  ///< before clipping
+  double grad_norm = 0;  ///< before clipping; not finite: the loss scale was too large and the step left out
+  double loss_scale = 1;
   double lr = 0;
   double tokens_per_s = 0;  ///< of all ranks together
   double step_ms = 0;

@@ -1,0 +1,85 @@
+#include "train/updater.h"
+
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <hyper_parallel/optim/adamw.h>
+#include <hyper_parallel/optim/clip_grad.h>
+#include <hyper_parallel/optim/muon.h>
+#include <hyper_parallel/optim/sgd.h>
+
+#include "train/dtypes.h"
+
+namespace hyper_parallel::train {
+namespace {
+
+/// Weight decay for matrices only; Muon with the update size of AdamW, so that one rate serves both.
+std::unique_ptr<optim::FlatOptimizer> make_optimizer(const OptimConfig& o, const HSDPModule& root) {
+  const optim::ParameterPredicate is_matrix = [](const std::string&, const std::vector<std::int64_t>& shape) {
+    return shape.size() > 1;
+  };
+  const c10::ScalarType state_dtype = dtype_of(o.state_dtype);
+  const optim::AdamWOptions adamw{.lr = o.lr,
+                                  .betas = {o.beta1, o.beta2},
+                                  .eps = o.eps,
+                                  .weight_decay = o.weight_decay,
+                                  .decays = is_matrix,
+                                  .state_dtype = state_dtype};
+  if (o.optimizer == "adamw") return std::make_unique<optim::AdamW>(root, adamw);
+  if (o.optimizer == "sgd") {
+    const optim::SGDOptions sgd{.lr = o.lr,
+                                .momentum = o.momentum,
+                                .weight_decay = o.weight_decay,
+                                .nesterov = o.nesterov,
+                                .decays = is_matrix,
+                                .state_dtype = state_dtype};
+    return std::make_unique<optim::SGD>(root, sgd);
+  }
+  optim::MuonOptions muon{.lr = o.lr, .weight_decay = o.weight_decay, .momentum = o.momentum, .nesterov = o.nesterov};
+  muon.state_dtype = state_dtype;
+  muon.adjust_lr_fn = optim::MuonLr::kMatchRmsAdamW;
+  muon.matrices = [](const std::string& name, const std::vector<std::int64_t>& shape) {
+    return name.starts_with("layers.") && shape.size() == 2;
+  };
+  muon.adamw = adamw;
+  return std::make_unique<optim::Muon>(root, muon);
+}
+
+optim::GradScalerOptions scaler_options(const Config& config) {
+  optim::GradScalerOptions options;
+  options.enabled = scales_loss(config);
+  if (config.precision.loss_scale > 0) options.init_scale = config.precision.loss_scale;
+  return options;
+}
+
+}  // namespace
+
+Updater::Updater(const Config& config, const HSDPModule& root)
+    : root_(root),
+      clip_norm_(config.optim.clip_norm > 0 ? config.optim.clip_norm : std::numeric_limits<double>::infinity()),
+      optimizer_(make_optimizer(config.optim, root)),
+      scaler_(scaler_options(config)) {
+  if (config.optim.ema_decay > 0) ema_.emplace(root, EmaOptions{.decay = config.optim.ema_decay, .ramp = true});
+}
+
+Updater::Outcome Updater::step(double lr) {
+  Outcome outcome{.loss_scale = scaler_.get_scale()};
+  if (scaler_.enabled()) scaler_.unscale_(root_);
+  outcome.grad_norm = clip_grad_norm_(root_, clip_norm_);
+  optimizer_->set_lr(lr);
+  outcome.stepped = scaler_.step(*optimizer_);
+  if (scaler_.enabled()) scaler_.update();
+  optimizer_->zero_grad();
+  if (ema_ && outcome.stepped) ema_->update(steps_++);
+  return outcome;
+}
+
+std::int64_t Updater::state_bytes() const {
+  std::int64_t bytes = optimizer_->state_bytes();
+  if (!ema_) return bytes;
+  for (const auto& [name, average] : ema_->named_dtensors()) bytes += static_cast<std::int64_t>(average.to_local().nbytes());
+  return bytes;
+}
+
+}  // namespace hyper_parallel::train
