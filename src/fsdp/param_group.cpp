@@ -24,7 +24,8 @@ std::string guard_message(const std::string& unit) {
   return concat(
       "[fully_shard] the parameters of unit ", unit,
       " are resharded: they were used outside of its forward. Call the module itself (holder(x) or holder->forward(x), not a "
-      "pointer to its Impl), return every tensor that the loss depends on from its forward, or call unshard() first.");
+      "pointer to its Impl), return every tensor that the loss depends on from its forward, or call unshard() first. "
+      "set_unshard_in_backward(false) is for units whose backward does not read them.");
 }
 
 std::string no_memory_message(const std::string& unit) {
