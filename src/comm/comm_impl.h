@@ -37,11 +37,7 @@ enum class Op : std::uint8_t {
 /// A short string without allocation; longer text is cut.
 struct Label {
   std::array<char, 64> text{};
-  void assign(std::string_view value) noexcept {
-    const auto n = std::min(value.size(), text.size() - 1);
-    std::memcpy(text.data(), value.data(), n);
-    text[n] = '\0';
-  }
+  void assign(std::string_view value) noexcept { text[value.copy(text.data(), text.size() - 1)] = '\0'; }
   [[nodiscard]] const char* c_str() const noexcept { return text.data(); }
 };
 

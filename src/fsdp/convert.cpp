@@ -62,18 +62,18 @@ void Unit::reconnect() {
   }
 }
 
-const std::string& device_type(const UnitHandle& root) { return root.unit()->options().mesh.device_type(); }
+const std::string& device_type(const UnitHandle& root) { return root.get().options().mesh.device_type(); }
 
 void cast_buffers(const UnitHandle& root, c10::ScalarType dtype) {
   check_value(at::isFloatingType(dtype), "cast_buffers", "dtype is ", dtype, ", want a floating type (unit ", root.name(), ')');
-  const std::vector<Unit*> units = root.unit()->reached(true);
+  const std::vector<Unit*> units = root.get().reached(true);
   for (Unit* unit : units) unit->cast_buffers(dtype);
 }
 
 void convert(const UnitHandle& root, c10::ScalarType dtype) {
   constexpr std::string_view kOp = "to";
   check_value(at::isFloatingType(dtype), kOp, "dtype is ", dtype, ", want a floating type (unit ", root.name(), ')');
-  Unit& top = *root.unit();
+  Unit& top = root.get();
   check_between_steps(top, kOp);
   const std::vector<Unit*> units = top.reached(true);
   for (Unit* unit : units) {

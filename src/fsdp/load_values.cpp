@@ -122,11 +122,11 @@ void scatter(ParamGroup& group, std::size_t i, const at::Tensor* whole) {
 
 void load_full(const UnitHandle& root, const NamedTensors& values, bool strict) {
   constexpr std::string_view kOp = "load_full";
-  check_between_steps(*root.unit(), kOp);
-  const Targets targets{places_of(*root.unit()), buffers_of(*root.unit())};
+  check_between_steps(root.get(), kOp);
+  const Targets targets{places_of(root.get()), buffers_of(root.get())};
   const std::string problem = complaint(targets, values, strict);
   check_value(problem.empty(), kOp, problem, " (unit ", root.name(), ')');
-  prepare_for_values(*root.unit(), kOp);
+  prepare_for_values(root.get(), kOp);
   at::NoGradGuard no_grad;
   const std::vector<const at::Tensor*> found = matched(targets, values);
   for (std::size_t i = 0; i < targets.size(); ++i) {
@@ -141,10 +141,10 @@ void load_full(const UnitHandle& root, const NamedTensors& values, bool strict) 
 
 void load_from_rank0(const UnitHandle& root, const NamedTensors& values, bool strict) {
   constexpr std::string_view kOp = "load_from_rank0";
-  Unit& top = *root.unit();
+  Unit& top = root.get();
   const Comm& comm = top.data_parallel_comm();
   check_between_steps(top, kOp);
-  const Targets targets{places_of(top), buffers_of(*root.unit())};
+  const Targets targets{places_of(top), buffers_of(root.get())};
   std::vector<std::string> lines = {concat(kOp, strict ? ", strict" : ", not strict")};
   for (const ParameterPlace& place : targets.parameters) {
     check_value(place.unit->data_parallel_comm().ranks() == comm.ranks(), kOp, "unit ", place.unit->name(),

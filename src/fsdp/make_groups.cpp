@@ -76,8 +76,9 @@ std::vector<std::unique_ptr<ParamGroup>> make_groups(const std::string& unit, st
     GroupOptions group = group_options(unit, draft, options, comms);
     group.settings = &settings;
     const int world = group.shard_comm.size();
-    GroupLayout layout = ragged ? GroupLayout::ragged(std::move(draft.shapes), world)
-                                : GroupLayout::per_parameter(std::move(draft.shapes), world, alignment);
+    // What stays whole keeps its shape, a scalar's too: ragged parts are rows.
+    GroupLayout layout = ragged && !group.replicated ? GroupLayout::ragged(std::move(draft.shapes), world)
+                                                     : GroupLayout::per_parameter(std::move(draft.shapes), world, alignment);
     groups.push_back(std::make_unique<ParamGroup>(std::move(layout), std::move(draft.slots), std::move(group)));
   }
   return groups;

@@ -23,6 +23,13 @@ void check_mesh(const DeviceMesh& mesh, const std::string& unit) {
               " (unit ", unit, ')');
 }
 
+/// Types in which gradients are summed.
+bool trains(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+constexpr const char* kTrains = ", want a floating type of 16 bits or more";
+
 void check_parameter(const ParameterSlot& slot, const DeviceMesh& mesh, const std::string& unit) {
   const at::Tensor& parameter = slot.parameter;
   const auto where = [&] { return concat(" (parameter ", slot.name, " of unit ", unit, ')'); };
@@ -35,8 +42,8 @@ void check_parameter(const ParameterSlot& slot, const DeviceMesh& mesh, const st
   check_value(parameter.is_meta() || parameter.device().type() == at::Device(mesh.device_type()).type(), kOp, "parameter is on ",
               parameter.device(), ", want ", mesh.device_type(), ", the device of the mesh", where());
   check_value(parameter.is_leaf(), kOp, "parameter is not a leaf, want a torch::nn parameter", where());
-  check_value(!parameter.requires_grad() || at::isFloatingType(parameter.scalar_type()), kOp, "trainable parameter is ",
-              parameter.scalar_type(), ", want a floating type", where());
+  check_value(!parameter.requires_grad() || trains(parameter.scalar_type()), kOp, "trainable parameter is ",
+              parameter.scalar_type(), kTrains, where());
 }
 
 std::int64_t choose_dim(const ParameterSlot& slot, const FullyShardOptions& options, const std::string& unit) {
@@ -54,8 +61,8 @@ std::int64_t choose_dim(const ParameterSlot& slot, const FullyShardOptions& opti
 
 void check_policy(const MixedPrecisionPolicy& policy, const std::string& unit) {
   const auto check = [&](const std::optional<at::ScalarType>& dtype, const char* field) {
-    check_value(!dtype || at::isFloatingType(*dtype), kOp, "mp_policy.", field, " is ", dtype.value_or(at::kFloat),
-                ", want a floating type (unit ", unit, ')');
+    check_value(!dtype || trains(*dtype), kOp, "mp_policy.", field, " is ", dtype.value_or(at::kFloat), kTrains, " (unit ", unit,
+                ')');
   };
   check(policy.param_dtype, "param_dtype");
   check(policy.reduce_dtype, "reduce_dtype");
@@ -130,6 +137,11 @@ std::shared_ptr<Unit> make_unit(const std::string& name, std::vector<ParameterSl
   for (const ChildUnit& child : children) {
     check_value(child.unit->runtime().idle(), kOp, "inner unit ", child.unit->name(),
                 " is in the middle of a step, want it idle: call reset_iter_state() after an exception (unit ", name, ')');
+    const Unit* outermost = child.unit.get();
+    while (outermost->parent() != nullptr) outermost = outermost->parent();
+    const bool inside = std::any_of(children.begin(), children.end(), [&](const auto& c) { return c.unit.get() == outermost; });
+    check_value(inside, kOp, "inner unit ", child.unit->name(), " belongs to the tree of unit ", outermost->name(),
+                ", want each unit in one tree: make one unit around both models (unit ", name, ')');
   }
   const bool hybrid = options.mesh.ndim() == 2;
   normalize_reshard(options, static_cast<int>(options.mesh.size(hybrid ? 1 : 0)), name);

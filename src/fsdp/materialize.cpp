@@ -92,14 +92,14 @@ at::Generator named_generator(std::uint64_t seed, const std::string& name) {
   return at::detail::createCPUGenerator(z ^ (z >> 31));
 }
 
-void to_empty(const UnitHandle& root) { prepare_for_values(*root.unit(), "to_empty"); }
+void to_empty(const UnitHandle& root) { prepare_for_values(root.get(), "to_empty"); }
 
 void reset_parameters(const UnitHandle& root, std::uint64_t seed, const InitParameter& init) {
   constexpr std::string_view kOp = "reset_parameters";
   check_value(static_cast<bool>(init), kOp, "init is empty, want a function that fills a parameter");
-  prepare_for_values(*root.unit(), kOp);
+  prepare_for_values(root.get(), kOp);
   at::NoGradGuard no_grad;
-  for (const ParameterPlace& place : places_of(*root.unit())) {
+  for (const ParameterPlace& place : places_of(root.get())) {
     at::Tensor whole = whole_of(place);
     const Unwritten unwritten(whole);
     at::Generator generator = named_generator(seed, place.name);

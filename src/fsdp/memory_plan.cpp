@@ -249,8 +249,8 @@ MemoryUse plan_memory(Unit& root, const Accumulation& accumulation) {
 }
 
 MemoryUse UnitHandle::plan_memory(const Accumulation& accumulation) const {
-  unit_->runtime().decide_budgets();
-  return fsdp::plan_memory(*unit_, accumulation);
+  get().runtime().decide_budgets();
+  return fsdp::plan_memory(get(), accumulation);
 }
 
 }  // namespace fsdp

@@ -251,10 +251,10 @@ class ParamGroup {
   Stage stage_ = Stage::kIdle;
   PendingComm reduction_;
   bool accumulated_ = false;
-  bool park_ = false;    ///< the reduction in flight ends parked
-  bool parked_ = false;  ///< partial_ holds earlier results
-  double custom_scale_ = 1.0;
-  bool to_partial_ = false;  ///< where the reduction in flight goes
+  bool park_ = false;                              ///< the reduction in flight ends parked
+  bool parked_ = false;                            ///< partial_ holds earlier results
+  std::pair<double, double> scales_ = {1.0, 1.0};  ///< of the reduction in flight
+  bool to_partial_ = false;                        ///< where the reduction in flight goes
   bool add_to_grad_ = false;
   std::vector<at::Tensor> sources_, places_;  // kept for their capacity
 };

@@ -304,6 +304,7 @@ void ParamGroup::launch_reduce(bool park, MemoryPool& pool) {
   at::NoGradGuard no_grad;
   if (stage_ != Stage::kReduceScatter) return;
   park_ = park;
+  scales_ = scales();  // those of now, also for the stages that follow later
   to_partial_ = staged() || park_ || parked_;
   if (to_partial_ && !parked_) partial_.acquire(pool);
   launch_scatter(pool);
@@ -311,9 +312,8 @@ void ParamGroup::launch_reduce(bool park, MemoryPool& pool) {
 
 void ParamGroup::launch_scatter(MemoryPool& pool) {
   Pack& source = *in_flight_;
-  const double scale = scales().first;
+  const double scale = scales_.first;
   if (const auto& custom = options_.settings->reduce_scatter) {
-    custom_scale_ = scale;
     if (parked_) exchange_.acquire(pool);
     const at::Tensor output = parked_ ? exchange_.flat().narrow(0, 0, layout_.shard_numel()) : partial_.flat();
     reduction_ = PendingComm(custom(options_.shard_comm, output, source.buffer.flat()));
@@ -333,7 +333,7 @@ void ParamGroup::finish_scatter(MemoryPool& pool) {
   in_flight_ = nullptr;
   if (!options_.settings->reduce_scatter) return;
   const at::Tensor output = parked_ ? exchange_.flat().narrow(0, 0, layout_.shard_numel()) : partial_.flat();
-  if (custom_scale_ != 1.0) output.mul_(custom_scale_);
+  if (scales_.first != 1.0) output.mul_(scales_.first);
   if (!parked_) return;
   partial_.flat().add_(output);
   exchange_.release(pool);
@@ -354,7 +354,7 @@ bool ParamGroup::advance_reduce(MemoryPool& pool) {
     if (!park_ && replicas_ > 1) {
       exchange_.acquire(pool);
       reduction_ = options_.replicate_comm.all_reduce(
-          partial_.flat(), {.scale = scales().second, .workspace = &exchange_.flat(), .label = options_.unit});
+          partial_.flat(), {.scale = scales_.second, .workspace = &exchange_.flat(), .label = options_.unit});
       stage_ = Stage::kAllReduce;
       return true;
     }

@@ -227,7 +227,8 @@ void Runtime::enter_backward() {
 }
 
 /// A unit that ran forward here and gets no gradient (its output is not part of this rank's loss) is gathered and contributes
-/// zeros at its place in the order, because the ranks where it does get one do so there.
+/// zeros at its place in the order, because the ranks where it does get one do so there. It keeps its parameters if its backward
+/// is running: then its gradient may still come, in another order than expected, and is reduced as well.
 void Runtime::catch_up(const BackwardEvent& event) {
   Unit& unit = *units_[static_cast<std::size_t>(event.unit)];
   if (event.kind == BackwardEvent::Kind::kGather) {
@@ -236,7 +237,7 @@ void Runtime::catch_up(const BackwardEvent& event) {
     unit.start_backward();
     return;
   }
-  if (!unit.owes_reduction || unit.reduced_in_backward || !unit.trainable()) return;
+  if (!unit.owes_reduction || unit.reduced_in_backward || !(unit.trainable() || unit.holds_gradients())) return;
   if (unit.segments_in_backward > 0) {  // its gradients come when the segment ends
     deferred_.push_back(event);
     return;

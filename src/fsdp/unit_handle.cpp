@@ -12,24 +12,29 @@ namespace hyper_parallel {
 namespace fsdp {
 
 void UnshardHandle::wait() {
-  if (const auto unit = unit_.lock()) unit->finish_unshard();
+  if (const auto unit = unit_.lock(); unit != nullptr && unit->is_unsharding()) unit->finish_unshard();
   unit_.reset();
 }
 
-const std::string& UnitHandle::name() const { return unit_->name(); }
-bool UnitHandle::is_unsharded() const { return unit_->is_unsharded(); }
+Unit& UnitHandle::get() const {
+  check_value(unit_ != nullptr, "HSDPModule", "the handle is empty, want the one that fully_shard returned");
+  return *unit_;
+}
+
+const std::string& UnitHandle::name() const { return get().name(); }
+bool UnitHandle::is_unsharded() const { return get().is_unsharded(); }
 
 UnshardHandle UnitHandle::unshard(bool async_op) const {
-  unit_->start_hold("unshard");
+  get().start_hold("unshard");
   if (async_op) return UnshardHandle(unit_);
-  unit_->finish_unshard();
+  get().finish_unshard();
   return {};
 }
 
-void UnitHandle::reshard() const { unit_->reshard(); }
+void UnitHandle::reshard() const { get().reshard(); }
 
 void UnitHandle::visit(bool recurse, const std::function<void(Unit&, ParamGroup&, std::size_t)>& f) const {
-  for (Unit* unit : unit_->reached(recurse)) {
+  for (Unit* unit : get().reached(recurse)) {
     unit->follow_module();
     for (auto& group : unit->groups()) {
       group->readopt();
@@ -40,7 +45,7 @@ void UnitHandle::visit(bool recurse, const std::function<void(Unit&, ParamGroup&
 
 void UnitHandle::zero_grad(bool set_to_none) const {
   at::NoGradGuard no_grad;
-  for (Unit* unit : unit_->reached(true)) {
+  for (Unit* unit : get().reached(true)) {
     for (auto& group : unit->groups()) {
       for (auto& parameter : group->parameters()) {
         at::Tensor& grad = group->gradient(parameter);
@@ -57,7 +62,7 @@ void UnitHandle::zero_grad(bool set_to_none) const {
 
 std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
   std::vector<ShardedGroup> groups;
-  for (Unit* unit : unit_->reached(recurse)) {
+  for (Unit* unit : get().reached(recurse)) {
     unit->follow_module();
     for (auto& group : unit->groups()) {
       group->readopt();
@@ -81,17 +86,17 @@ std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
 
 MemoryUse UnitHandle::memory_use() const {
   MemoryUse use;
-  for (Unit* unit : unit_->reached(true)) {
+  for (Unit* unit : get().reached(true)) {
     for (auto& group : unit->groups()) {
       use.shards += group->shard_bytes_held();
       use.gradients += group->grad_bytes();
     }
   }
-  use.pool = static_cast<std::int64_t>(unit_->runtime().pool().capacity());
+  use.pool = static_cast<std::int64_t>(get().runtime().pool().capacity());
   return use;
 }
 
-Comm UnitHandle::data_parallel_comm() const { return unit_->data_parallel_comm(); }
+Comm UnitHandle::data_parallel_comm() const { return get().data_parallel_comm(); }
 
 ForwardScope::ForwardScope(Unit& unit, int member) : unit_(unit), member_(member) { unit_.pre_forward(); }
 

@@ -337,7 +337,10 @@ void Unit::post_forward(int member, bool completed) {
 }
 
 void Unit::pre_backward() {
-  if (in_backward_) return;
+  if (in_backward_) {
+    awaits_gradients_ = true;
+    return;
+  }
   if (runtime_->in_forward()) {
     // autograd::grad inside of a forward: it needs the parameters, the backward of the step comes later.
     if (unshard_in_backward) finish_unshard();
@@ -345,6 +348,7 @@ void Unit::pre_backward() {
   }
   runtime_->begin_unit_backward(*this);
   start_backward();
+  awaits_gradients_ = true;
   trace::begin("backward", name_);
 }
 
@@ -370,6 +374,7 @@ void Unit::call_hooks(std::vector<at::Tensor>& gradients) {
 }
 
 void Unit::post_backward(std::vector<at::Tensor> gradients) {
+  awaits_gradients_ = false;
   call_hooks(gradients);
   trace::end("backward", name_);
   at::NoGradGuard no_grad;
@@ -402,18 +407,18 @@ void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
   const bool park = !requires_all_reduce;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     ParamGroup& group = *groups_[g];
-    if (!group.trainable()) continue;
+    if (!group.trainable() && !group.holds_gradients()) continue;  // frozen since it accumulated some
     if (park && group.alone()) {
       group.accumulate(gradients[g], pool);
     } else {
       group.start_reduce(gradients[g], awaits_install, pool);
     }
   }
-  if (!has_frozen()) free_after_backward();
+  if (!has_frozen() && !awaits_gradients_) free_after_backward();
   if (data_parallel_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
   if (data_parallel_comm_.size() > 1) reduce_span_.start(trace::Lane::kReduce, "reduce", name_);
   for (auto& group : groups_) group->launch_reduce(park, pool);
-  in_backward_ = false;
+  in_backward_ = awaits_gradients_;
   awaits_backward = false;
   owes_reduction = park;
   reduced_in_backward = true;
@@ -430,7 +435,7 @@ bool Unit::advance_reduce() {
 
 void Unit::end_backward(bool stale) {
   if (in_backward_) trace::end("backward", name_);  // no gradient said so: frozen, or the backward threw
-  in_backward_ = false;
+  in_backward_ = awaits_gradients_ = false;
   awaits_backward = false;
   recomputed = false;
   reduced_in_backward = false;

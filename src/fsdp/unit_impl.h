@@ -85,6 +85,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   [[nodiscard]] const Unit* parent() const { return parent_; }
   [[nodiscard]] bool in_backward() const { return in_backward_; }
   [[nodiscard]] bool is_unsharded() const { return state_ == State::kUnsharded; }
+  [[nodiscard]] bool is_unsharding() const { return state_ == State::kUnsharding; }
   [[nodiscard]] bool trainable() const;
   /// A frozen parameter may be wanted until the gradient of the unit's input is there, and nothing tells when it is: such a unit
   /// stays gathered until the end of backward.
@@ -185,8 +186,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool kept_ = false;               ///< gathered in an earlier pass, with nothing since that could have changed the shards
   std::uint64_t kept_version_ = 0;  ///< of the shards then
   bool in_backward_ = false;
-  int running_ = 0;               ///< forwards under way: a forward may call another method of its module as a forward
-  std::vector<int> members_run_;  ///< members that have run since the unit was gathered for the first of them
+  bool awaits_gradients_ = false;  ///< an output has got its gradient and the parameters, which compute on, have not
+  int running_ = 0;                ///< forwards under way: a forward may call another method of its module as a forward
+  std::vector<int> members_run_;   ///< members that have run since the unit was gathered for the first of them
   trace::AsyncSpan unshard_span_, reduce_span_;
   bool gather_verified_ = false;
   bool reduce_verified_ = false;

@@ -39,38 +39,38 @@ void check_settings_may_change(std::string_view op, const Unit& unit) {
 }  // namespace
 
 void UnitHandle::set_requires_gradient_sync(bool requires_gradient_sync, bool recurse) const {
-  for (Unit* unit : unit_->reached(recurse)) unit->requires_gradient_sync = requires_gradient_sync;
+  for (Unit* unit : get().reached(recurse)) unit->requires_gradient_sync = requires_gradient_sync;
 }
 
 void UnitHandle::set_requires_all_reduce(bool requires_all_reduce, bool recurse) const {
-  for (Unit* unit : unit_->reached(recurse)) unit->requires_all_reduce = requires_all_reduce;
+  for (Unit* unit : get().reached(recurse)) unit->requires_all_reduce = requires_all_reduce;
 }
 
 void UnitHandle::set_reshard_after_forward(bool reshard_after_forward, bool recurse) const {
-  for (Unit* unit : unit_->reached(recurse)) unit->set_reshard_after_forward(reshard_after_forward);
+  for (Unit* unit : get().reached(recurse)) unit->set_reshard_after_forward(reshard_after_forward);
 }
 
 void UnitHandle::set_reshard_after_backward(bool reshard_after_backward, bool recurse) const {
-  for (Unit* unit : unit_->reached(recurse)) unit->reshard_after_backward = reshard_after_backward;
+  for (Unit* unit : get().reached(recurse)) unit->reshard_after_backward = reshard_after_backward;
 }
 
-void UnitHandle::set_is_last_backward(bool is_last_backward) const { unit_->runtime().is_last_backward = is_last_backward; }
+void UnitHandle::set_is_last_backward(bool is_last_backward) const { get().runtime().is_last_backward = is_last_backward; }
 
-void UnitHandle::set_unshard_in_backward(bool unshard_in_backward) const { unit_->unshard_in_backward = unshard_in_backward; }
+void UnitHandle::set_unshard_in_backward(bool unshard_in_backward) const { get().unshard_in_backward = unshard_in_backward; }
 
 void UnitHandle::set_reduce_scatter_unused_params(bool reduce_scatter_unused_params, bool recurse) const {
-  for (Unit* unit : unit_->reached(recurse)) unit->reduce_scatter_unused_params = reduce_scatter_unused_params;
+  for (Unit* unit : get().reached(recurse)) unit->reduce_scatter_unused_params = reduce_scatter_unused_params;
 }
 
 void UnitHandle::set_reduce_op_type(std::string_view op, bool recurse) const {
   const ReduceOp parsed = parse_reduce_op(op);
-  for (Unit* unit : unit_->reached(recurse)) unit->settings.reduce_op = parsed;
+  for (Unit* unit : get().reached(recurse)) unit->settings.reduce_op = parsed;
 }
 
 void UnitHandle::set_gradient_scaling_factor(std::optional<double> factor) const {
   check_value(!factor || std::isfinite(*factor), "set_gradient_scaling_factor", "factor is ", factor.value_or(0),
               ", want a finite number (unit ", name(), ')');
-  unit_->settings.scaling_factor = factor;
+  get().settings.scaling_factor = factor;
 }
 
 void UnitHandle::set_gradient_scaling_factor(const at::Tensor& factor) const {
@@ -82,27 +82,27 @@ void UnitHandle::set_gradient_scaling_factor(const at::Tensor& factor) const {
 void UnitHandle::set_gradient_divide_factor(std::optional<double> factor, bool recurse) const {
   check_value(!factor || (std::isfinite(*factor) && *factor != 0), "set_gradient_divide_factor", "factor is ", factor.value_or(0),
               ", want a finite number other than 0 (unit ", name(), ')');
-  for (Unit* unit : unit_->reached(recurse)) unit->settings.divide_factor = factor;
+  for (Unit* unit : get().reached(recurse)) unit->settings.divide_factor = factor;
 }
 
 void UnitHandle::set_modules_to_forward_prefetch(const std::optional<std::vector<UnitHandle>>& units) const {
-  unit_->forward_prefetch = prefetch_list("set_modules_to_forward_prefetch", units);
+  get().forward_prefetch = prefetch_list("set_modules_to_forward_prefetch", units);
 }
 
 void UnitHandle::set_modules_to_backward_prefetch(const std::optional<std::vector<UnitHandle>>& units) const {
-  unit_->backward_prefetch = prefetch_list("set_modules_to_backward_prefetch", units);
+  get().backward_prefetch = prefetch_list("set_modules_to_backward_prefetch", units);
 }
 
-void UnitHandle::set_custom_all_gather(CustomAllGather all_gather) const { unit_->settings.all_gather = std::move(all_gather); }
+void UnitHandle::set_custom_all_gather(CustomAllGather all_gather) const { get().settings.all_gather = std::move(all_gather); }
 
 void UnitHandle::set_custom_reduce_scatter(CustomReduceScatter reduce_scatter) const {
-  check_settings_may_change("set_custom_reduce_scatter", *unit_);
-  unit_->settings.reduce_scatter = std::move(reduce_scatter);
-  for (auto& group : unit_->groups()) group->settings_changed();
+  check_settings_may_change("set_custom_reduce_scatter", get());
+  get().settings.reduce_scatter = std::move(reduce_scatter);
+  for (auto& group : get().groups()) group->settings_changed();
 }
 
 void UnitHandle::set_all_reduce_hook(AllReduceHook hook, bool recurse) const {
-  const std::vector<Unit*> units = unit_->reached(recurse);
+  const std::vector<Unit*> units = get().reached(recurse);
   for (const Unit* unit : units) check_settings_may_change("set_all_reduce_hook", *unit);
   for (Unit* unit : units) {
     unit->settings.all_reduce_hook = hook;
@@ -110,20 +110,20 @@ void UnitHandle::set_all_reduce_hook(AllReduceHook hook, bool recurse) const {
   }
 }
 
-void UnitHandle::wait_for_gradients() const { unit_->runtime().wait_for_gradients(); }
+void UnitHandle::wait_for_gradients() const { get().runtime().wait_for_gradients(); }
 
 void hsdp_sync_stream() { wait_for_all_gradients(); }
 
 void UnitHandle::reset_iter_state(bool recursive) const {
   if (recursive) {
-    unit_->runtime().reset();
+    get().runtime().reset();
   } else {
-    unit_->runtime().reset(*unit_);
+    get().runtime().reset(get());
   }
 }
 
 at::Tensor UnitHandle::main_grad(const at::Tensor& sharded) const {
-  for (Unit* unit : unit_->reached(true)) {
+  for (Unit* unit : get().reached(true)) {
     for (auto& group : unit->groups()) {
       for (ManagedParameter& parameter : group->parameters()) {
         if (parameter.sharded.is_same(sharded)) return parameter.main_grad;

@@ -43,7 +43,7 @@ void add_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, 
 
 /// Never destroyed: a program may build modules until its end.
 void install_once() {
-  [[maybe_unused]] static const auto* library = [] {
+  [[gnu::used]] static const auto* library = [] {
     auto* made = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
     made->fallback(torch::CppFunction::makeFromBoxedFunction<&add_arguments>());
     return made;

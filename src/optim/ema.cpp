@@ -1,6 +1,7 @@
 #include <hyper_parallel/optim/ema.h>
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -8,6 +9,14 @@
 #include "optim/kernels.h"
 
 namespace hyper_parallel {
+namespace {
+
+void write(const fsdp::ShardedGroup& group, const at::Tensor& values) {
+  group.shard.copy_(values);
+  for (const auto& parameter : group.parameters) optim::count_write(parameter.sharded);
+}
+
+}  // namespace
 
 Ema::Ema(const fsdp::UnitHandle& root, EmaOptions options) : root_(root), options_(options) {
   check_value(root_.defined(), "Ema", "root is empty, want the handle that fully_shard returned");
@@ -16,10 +25,11 @@ Ema::Ema(const fsdp::UnitHandle& root, EmaOptions options) : root_(root), option
               ", want a floating-point one");
   at::NoGradGuard no_grad;
   for (const fsdp::ShardedGroup& group : root_.groups()) {
-    check_value(group.shard.is_cpu() && group.shard.is_floating_point(), "Ema", "parameters are ", group.shard.scalar_type(),
-                " on ", group.shard.device(), ", want floating-point parameters on the CPU");
+    averages_.emplace_back();
+    if (!group.shard.is_floating_point()) continue;  // indices and masks have no average
+    check_value(group.shard.is_cpu(), "Ema", "parameters are on ", group.shard.device(), ", want them on the CPU");
     const auto wide = group.shard.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    averages_.push_back(at::empty_like(group.shard, group.shard.options().dtype(options_.dtype.value_or(wide))));
+    averages_.back() = at::empty_like(group.shard, group.shard.options().dtype(options_.dtype.value_or(wide)));
   }
   trained_.resize(averages_.size());
   reset();
@@ -48,6 +58,7 @@ void Ema::update(std::int64_t step) {
   check_value(step >= 0, "Ema", "step is ", step, ", want at least 0");
   const std::vector<fsdp::ShardedGroup> groups = shards();
   for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (!averages_[g].defined()) continue;
     const at::Tensor& shard = groups[g].shard;
     optim::average(optim::values_of(averages_[g]), optim::values_of(shard), shard.numel(), 1 - decay_at(step));
   }
@@ -57,14 +68,18 @@ void Ema::reset() {
   require_swapped("reset", false);
   at::NoGradGuard no_grad;
   const std::vector<fsdp::ShardedGroup> groups = shards();
-  for (std::size_t g = 0; g < groups.size(); ++g) averages_[g].copy_(groups[g].shard);
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (averages_[g].defined()) averages_[g].copy_(groups[g].shard);
+  }
 }
 
 void Ema::copy_to() {
   require_swapped("copy_to", false);
   at::NoGradGuard no_grad;
   const std::vector<fsdp::ShardedGroup> groups = shards();
-  for (std::size_t g = 0; g < groups.size(); ++g) groups[g].shard.copy_(averages_[g]);
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (averages_[g].defined()) write(groups[g], averages_[g]);
+  }
 }
 
 void Ema::swap() {
@@ -72,8 +87,9 @@ void Ema::swap() {
   at::NoGradGuard no_grad;
   const std::vector<fsdp::ShardedGroup> groups = shards();
   for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (!averages_[g].defined()) continue;
     trained_[g] = groups[g].shard.clone();
-    groups[g].shard.copy_(averages_[g]);
+    write(groups[g], averages_[g]);
   }
   swapped_ = true;
 }
@@ -83,8 +99,7 @@ void Ema::restore() {
   at::NoGradGuard no_grad;
   const std::vector<fsdp::ShardedGroup> groups = shards();
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    groups[g].shard.copy_(trained_[g]);
-    trained_[g] = at::Tensor();
+    if (trained_[g].defined()) write(groups[g], std::exchange(trained_[g], at::Tensor()));
   }
   swapped_ = false;
 }
@@ -96,6 +111,7 @@ std::vector<std::pair<std::string, DTensor>> Ema::named_dtensors() const {
   for (std::size_t g = 0; g < groups.size(); ++g) {
     for (const auto& parameter : groups[g].parameters) {
       DTensor& tensor = (entry++)->second;
+      if (!averages_[g].defined()) continue;
       const at::Tensor part = averages_[g].narrow(0, parameter.offset, parameter.numel).view(parameter.sharded.sizes());
       tensor = DTensor::from_local(part, tensor.device_mesh(), tensor.layout(), tensor.shape());
     }

@@ -189,7 +189,9 @@ void FlatOptimizer::step() {
   const std::vector<fsdp::ShardedGroup> all = shards_to_update();
   for (std::size_t g = 0; g < all.size(); ++g) {
     for (std::size_t i = 0; i < all[g].parameters.size(); ++i) {
-      if (begin(all[g], groups_[g], i)) update(update_of(all[g], groups_[g], i));
+      if (!begin(all[g], groups_[g], i)) continue;
+      update(update_of(all[g], groups_[g], i));
+      count_write(all[g].parameters[i].sharded);
     }
   }
 }

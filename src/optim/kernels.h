@@ -16,6 +16,9 @@ struct Values {
 /// `numel` elements of a contiguous CPU tensor from `offset` on.
 [[nodiscard]] Values values_of(const at::Tensor& tensor, std::int64_t offset = 0);
 
+/// Counts a write to the leaf that torch has not seen, so that units which keep gathered parameters know that these are old.
+inline void count_write(const at::Tensor& leaf) { leaf.unsafeGetTensorImpl()->bump_version(); }
+
 /// A parameter, and its fp32 master copy when it has one. The master is what is computed with; an element that somebody has
 /// changed since (its rounded master is another number) is taken from the parameter.
 struct Weights {

@@ -146,6 +146,7 @@ void Muon::step() {
                     .numel = own.numel,
                     .keep = 1 - own.settings.lr * own.settings.weight_decay,
                     .factor = -own.settings.lr * ratio});
+      count_write(parameter.sharded);
     }
   }
   adamw_.step();

@@ -59,6 +59,11 @@ TEST(BadInput, Messages) {
     integer.mp_policy.param_dtype = torch::kInt;
     EXPECT_THAT([&] { fully_shard(first, integer); },
                 ThrowsMessage<ValueError>(HasSubstr("mp_policy.param_dtype is Int, want a floating type")));
+    FullyShardOptions tiny = good;
+    tiny.mp_policy.reduce_dtype = torch::kFloat8_e5m2;
+    EXPECT_THAT(
+        [&] { fully_shard(first, tiny); },
+        ThrowsMessage<ValueError>(HasSubstr("mp_policy.reduce_dtype is Float8_e5m2, want a floating type of 16 bits or more")));
     EXPECT_THAT([&] { (void)HSDPModule::of(first); }, ThrowsMessage<ValueError>(HasSubstr("is not sharded")));
 
     // Nothing was changed by any of these: the module still wraps and trains.
@@ -88,6 +93,60 @@ struct DictImpl : torch::nn::Module {
   torch::nn::ParameterDict dict = nullptr;
 };
 HP_MODULE(Dict);
+
+struct EncodedImpl : torch::nn::Module {
+  explicit EncodedImpl(const std::string& name, const Mlp& encoder_) : encoder(register_module(name, encoder_)) {
+    last = register_parameter("last", torch::ones({4}));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return encoder(x) * last; }
+  Mlp encoder;
+  torch::Tensor last;
+};
+HP_MODULE(Encoded);
+
+TEST(BadInput, UnitOfAnotherTree) {
+  run_ranks(2, [] {
+    const Mlp encoder(4, 5);
+    Encoded actor("encoder", encoder), critic("shared", encoder);
+    fully_shard(encoder, on_all());
+    const HSDPModule root = fully_shard(actor, on_all());
+    EXPECT_THAT([&] { fully_shard(critic, on_all()); },
+                ThrowsMessage<ValueError>(HasSubstr("inner unit encoder belongs to the tree of unit Encoded")));
+    EXPECT_EQ(HSDPModule::of(encoder).name(), "encoder");
+    EXPECT_TRUE(critic->named_parameters()["last"].is_same(critic->last)) << "nothing was changed";
+    actor(torch::ones({2, 4})).sum().backward();
+    EXPECT_EQ(full_gradients(root).size(), 6U);
+  });
+}
+
+struct PhaseImpl : torch::nn::Module {
+  PhaseImpl() { phase = register_parameter("phase", torch::ones({2}, torch::kComplexFloat)); }
+  torch::Tensor forward(const torch::Tensor& x) { return x * torch::real(phase); }
+  torch::Tensor phase;
+};
+HP_MODULE(Phase);
+
+TEST(BadInput, ComplexParametersMayBeFrozenOnly) {
+  run_ranks(2, [] {
+    Phase module;
+    EXPECT_THAT([&] { fully_shard(module, on_all()); },
+                ThrowsMessage<ValueError>(HasSubstr("trainable parameter is ComplexFloat, want a floating type")));
+    module->phase.set_requires_grad(false);
+    fully_shard(module, on_all());
+    EXPECT_TRUE((module(torch::ones({2})) == 1).all().item<bool>());
+  });
+}
+
+TEST(BadInput, EmptyHandles) {
+  const HSDPModule empty;
+  const auto message = HasSubstr("[HSDPModule] the handle is empty, want the one that fully_shard returned");
+  EXPECT_THAT([&] { (void)empty.unshard(); }, ThrowsMessage<ValueError>(message));
+  EXPECT_THAT([&] { empty.reshard(); }, ThrowsMessage<ValueError>(message));
+  EXPECT_THAT([&] { empty.zero_grad(); }, ThrowsMessage<ValueError>(message));
+  EXPECT_THAT([&] { empty.set_requires_gradient_sync(true); }, ThrowsMessage<ValueError>(message));
+  EXPECT_THAT([&] { (void)empty.named_dtensors(); }, ThrowsMessage<ValueError>(message));
+  EXPECT_THAT([&] { fsdp::to_empty(empty); }, ThrowsMessage<ValueError>(message));
+}
 
 TEST(BadInput, ParameterDictIsRefused) {
   run_ranks(2, [] {
@@ -196,6 +255,11 @@ TEST(Guard, ForwardBehindTheHooks) {
     handle.wait();
     handle.wait();
     EXPECT_TRUE(unit.is_unsharded());
+    unit.reshard();
+    handle = unit.unshard(/*async_op=*/true);
+    unit.reshard();
+    handle.wait();
+    EXPECT_FALSE(unit.is_unsharded()) << "it was freed in between";
   });
 }
 

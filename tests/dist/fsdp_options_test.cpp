@@ -255,10 +255,15 @@ TEST(Threshold, SmallParametersStayWhole) {
         }
       }
       EXPECT_GT(whole, 4);
+      for (const auto& [name, parameter] : root.named_dtensors()) {
+        EXPECT_EQ(parameter.full_tensor().sizes(), parameter.shape()) << name;
+        if (name.ends_with("scale")) {
+          EXPECT_EQ(parameter.to_local().dim(), 0) << "a scalar stays one";
+        }
+      }
+      expect_trains(options, "threshold");
     }
     FullyShardOptions options = on_all();
-    options.threshold = 200;
-    expect_trains(options, "threshold");
     options.threshold = -1;
     Mlp mlp(6, 5);
     EXPECT_EQ(value_error([&] { fully_shard(mlp, options); }),

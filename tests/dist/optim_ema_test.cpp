@@ -135,6 +135,37 @@ TEST(Ema, SurvivesALoad) {
   });
 }
 
+struct MaskedImpl : torch::nn::Module {
+  MaskedImpl() {
+    weight = register_parameter("weight", torch::ones({4}));
+    order = register_parameter("order", torch::tensor({3, 1, 0, 2}), false);
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return (x * weight).index_select(0, order); }
+  torch::Tensor weight, order;
+};
+HP_MODULE(Masked);
+
+/// Indices have no average.
+TEST(Ema, PassesOverParametersThatAreNotFloatingPoint) {
+  run_ranks(2, [] {
+    Masked module;
+    const HSDPModule root = fully_shard(module, on_all());
+    Ema ema(root, {.decay = 0.5});
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : module->parameters()) parameter.mul_(2).remainder_(4);
+    }
+    ema.update(0);
+    ema.swap();
+    const Tensors averaged = full_parameters(root);
+    EXPECT_TRUE(torch::equal(averaged.at("weight"), torch::full({4}, 1.5)));
+    EXPECT_TRUE(torch::equal(averaged.at("order"), torch::tensor({2, 2, 0, 0})));
+    EXPECT_TRUE(torch::equal(full_averages(ema).at("order"), torch::tensor({2, 2, 0, 0})));
+    ema.restore();
+    EXPECT_TRUE(torch::equal(full_parameters(root).at("weight"), torch::full({4}, 2.0)));
+  });
+}
+
 TEST(Ema, Errors) {
   run_ranks(1, [] {
     nn::Linear layer(4, 4);

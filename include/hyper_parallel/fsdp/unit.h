@@ -55,7 +55,7 @@ struct ShardedGroup {
   bool trainable = true;
 };
 
-/// Waits for an asynchronous unshard; waiting twice is harmless.
+/// Waits for an asynchronous unshard; waiting twice, or after the unit was freed, is harmless.
 class HP_API UnshardHandle {
  public:
   UnshardHandle() = default;
@@ -82,7 +82,8 @@ struct Accumulation {
 };
 
 /// A unit of sharding: parameters that are gathered together just in time and whose gradients are reduced together. A cheap
-/// handle.
+/// handle. On an empty one everything but defined() and unit()
+/// throws ValueError.
 ///
 /// Units that were made inside each other's modules form a tree; setters with `recurse` reach all units below.
 /// Thread safety: the thread that runs the model, and autograd's threads on its behalf.
@@ -170,6 +171,8 @@ class HP_API UnitHandle {
   [[nodiscard]] Comm data_parallel_comm() const;
 
   [[nodiscard]] const std::shared_ptr<Unit>& unit() const noexcept { return unit_; }
+  /// The unit of a handle that must have one. ValueError: it is empty.
+  [[nodiscard]] Unit& get() const;
 
  private:
   /// Calls f(unit, group, parameter index) for every managed parameter, after its leaf was checked.

@@ -26,11 +26,12 @@ struct EmaOptions {
 ///
 /// Memory: one flat tensor of each shard's size, a second one of the shard's own dtype while swapped. Everything is local.
 /// torch::load into the model leaves the averages as they are (reset() starts anew from what was loaded). Buffers are not
-/// managed by units and not averaged. Thread safety: one thread at a time. Owns the averages; shares the parameters with the
-/// units.
+/// managed by units and not averaged; parameters that are not floating-point stay as they are. Thread safety: one thread at a
+/// time. Owns the averages; shares the parameters with the units.
 class HP_API Ema {
  public:
-  /// ValueError: decay outside [0, 1], a dtype that is not floating-point, parameters that are not on the CPU, empty root.
+  /// ValueError: decay outside [0, 1], a dtype that is not floating-point, floating-point parameters that are not on the CPU,
+  /// empty root.
   explicit Ema(const fsdp::UnitHandle& root, EmaOptions options = {});
 
   /// Takes the parameters into the averages, after an optimizer step. \param step number of that step, from 0; counts for `ramp`
