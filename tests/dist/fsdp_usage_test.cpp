@@ -1,7 +1,4 @@
-// What users do between the calls of a step: switches of single units, evaluations, resets, other trees.
-#include <array>
-#include <variant>
-
+// What users do between the calls of a step: resets, exceptions, other trees, other options for some units.
 #include <gtest/gtest.h>
 
 #include <torch/torch.h>
@@ -38,105 +35,27 @@ void expect_gradients(const HSDPModule& root, const std::vector<uint64_t>& seeds
   EXPECT_LT(relative_difference(full_gradients(root), mean_gradients(seeds)), 1e-5) << what;
 }
 
-void evaluate(Net& net) {
-  const torch::NoGradGuard no_grad;
-  (void)net(make_batch(2, 1).tokens);
-}
+// ---- switches
 
-bool has_gradient(const Mlp& mlp) { return mlp->named_parameters()["a.weight"].grad().defined(); }
-
-// ---- one unit only: recurse = false
-
-/// u2 is a unit with a unit inside: what is set on it without `recurse` must not reach the inner one.
-struct NestedUnits {
-  Net net;
-  HSDPModule root, outer, inner;
-  explicit NestedUnits(const FullyShardOptions& options)
-      : net(make_net()), root(shard_net(net, options)), outer(HSDPModule::of(net->u2)), inner(HSDPModule::of(net->u2->inner)) {}
-  [[nodiscard]] bool outer_has() const { return net->u2->p->named_parameters()["weight"].grad().defined(); }
-  [[nodiscard]] bool inner_has() const { return has_gradient(net->u2->inner); }
-};
-
-TEST(OneUnit, GradientSynchronisation) {
-  for (const auto& mesh : kMeshes) {
-    run_ranks(ranks_of(mesh), [&](int rank) {
-      NestedUnits t(on_mesh(mesh));
-      t.outer.set_requires_gradient_sync(false, /*recurse=*/false);
-      loss_of(t.net, rank, 1).backward();
-      EXPECT_FALSE(t.outer_has());
-      EXPECT_TRUE(t.inner_has());
-      t.outer.set_requires_gradient_sync(true, false);
-      loss_of(t.net, rank, 2).backward();
-      expect_gradients(t.root, {1, 2});
-    });
-  }
-}
-
-TEST(OneUnit, AllReduce) {
-  for (const auto& mesh : kMeshes) {
-    run_ranks(ranks_of(mesh), [&](int rank) {
-      NestedUnits t(on_mesh(mesh));
-      t.outer.set_requires_all_reduce(false, /*recurse=*/false);
-      loss_of(t.net, rank, 1).backward();
-      EXPECT_FALSE(t.outer_has());
-      EXPECT_TRUE(t.inner_has());
-      t.outer.set_requires_all_reduce(true, false);
-      loss_of(t.net, rank, 2).backward();
-      expect_gradients(t.root, {1, 2});
-    });
-  }
-}
-
-TEST(OneUnit, Residency) {
+TEST(Switches, SetReshardAfterForwardReachesAllUnitsBelow) {
   run_ranks(2, [](int rank) {
-    NestedUnits t(on_all(ShardLayout::kPerParameter, true));
-    t.outer.set_reshard_after_forward(false, /*recurse=*/false);
-    const torch::Tensor loss = loss_of(t.net, rank, 1);
-    EXPECT_TRUE(t.outer.is_unsharded());
-    EXPECT_FALSE(t.inner.is_unsharded());
+    Net net = make_net();
+    const HSDPModule root = shard_net(net, on_all(ShardLayout::kPerParameter, true));
+    const HSDPModule outer = HSDPModule::of(net->u2), inner = HSDPModule::of(net->u2->inner);
+    root.set_reshard_after_forward(false);
+    const torch::Tensor loss = loss_of(net, rank, 1);
+    EXPECT_TRUE(root.is_unsharded() && outer.is_unsharded() && inner.is_unsharded());
+    root.set_reshard_after_forward(true);  // from the next forward on
     loss.backward();
-    t.outer.set_reshard_after_forward(true, false);
-    t.outer.set_reshard_after_backward(false, /*recurse=*/false);
-    loss_of(t.net, rank, 2).backward();
-    EXPECT_TRUE(t.outer.is_unsharded());
-    EXPECT_FALSE(t.inner.is_unsharded());
-    expect_gradients(t.root, {1, 2});
-  });
-}
-
-TEST(OneUnit, SetReshardAfterForwardReachesAllUnitsBelow) {
-  run_ranks(2, [](int rank) {
-    NestedUnits t(on_all(ShardLayout::kPerParameter, true));
-    t.root.set_reshard_after_forward(false);
-    const torch::Tensor loss = loss_of(t.net, rank, 1);
-    EXPECT_TRUE(t.root.is_unsharded() && t.outer.is_unsharded() && t.inner.is_unsharded());
-    t.root.set_reshard_after_forward(true);  // from the next forward on
-    loss.backward();
-    const torch::Tensor next = loss_of(t.net, rank, 2);
-    EXPECT_FALSE(t.root.is_unsharded() || t.outer.is_unsharded() || t.inner.is_unsharded());
+    const torch::Tensor next = loss_of(net, rank, 2);
+    EXPECT_FALSE(root.is_unsharded() || outer.is_unsharded() || inner.is_unsharded());
     next.backward();
-    expect_gradients(t.root, {1, 2});
+    expect_gradients(root, {1, 2});
   });
-}
-
-TEST(OneUnit, DivideFactorAndAllReduceHook) {
-  for (const auto& mesh : kMeshes) {
-    run_ranks(ranks_of(mesh), [&](int rank) {
-      NestedUnits t(on_mesh(mesh));
-      t.outer.set_gradient_divide_factor(static_cast<double>(get_world_size()) / 4, /*recurse=*/false);
-      t.outer.set_all_reduce_hook([](const at::Tensor& gradient) { gradient.mul_(3); }, /*recurse=*/false);
-      loss_of(t.net, rank, 1).backward();
-      const Tensors got = full_gradients(t.root), want = mean_gradients({1});
-      for (const auto& [name, value] : want) {
-        const bool own = name.starts_with("u2.") && !name.starts_with("u2.inner.");
-        EXPECT_LT(relative_difference({{name, got.at(name)}}, {{name, value * (own ? 12 : 1)}}), 1e-5) << name;
-      }
-    });
-  }
 }
 
 /// Units that get no gradient are left out only where that was asked for.
-TEST(OneUnit, ReduceScatterUnusedParams) {
+TEST(Switches, ReduceScatterUnusedParams) {
   run_ranks(2, [](int rank) {
     Net net = make_net({.skip_last = true});
     const HSDPModule root = shard_net(net, on_all());
@@ -157,49 +76,6 @@ TEST(OneUnit, ReduceScatterUnusedParams) {
 }
 
 // ---- between forward and backward
-
-TEST(Between, Evaluation) {
-  const std::vector<std::variant<bool, int>> modes = {true, false, 2};
-  for (const ShardLayout layout : kLayouts) {
-    for (const auto& mode : modes) {
-      run_ranks(4, [&](int rank) {
-        FullyShardOptions options = on_all(layout);
-        std::visit([&](auto value) { options.reshard_after_forward = value; }, mode);
-        Net net = make_net();
-        const HSDPModule root = shard_net(net, options);
-        for (uint64_t step = 0; step < 3; ++step) {
-          const torch::Tensor loss = loss_of(net, rank, step);
-          evaluate(net);
-          loss.backward();
-          expect_gradients(root, {step});
-          root.zero_grad();
-        }
-      });
-    }
-  }
-}
-
-TEST(Between, SwitchesCountWhenBackwardRuns) {
-  for (const auto& mesh : kMeshes) {
-    run_ranks(ranks_of(mesh), [&](int rank) {
-      Net net = make_net();
-      const HSDPModule root = shard_net(net, on_mesh(mesh));
-      const torch::Tensor first = loss_of(net, rank, 1);
-      root.set_requires_gradient_sync(false);
-      first.backward();
-      const torch::Tensor second = loss_of(net, rank, 2);
-      root.set_requires_gradient_sync(true);
-      root.set_requires_all_reduce(false);
-      second.backward();
-      EXPECT_TRUE(root.named_grad_dtensors().empty());
-      const torch::Tensor third = loss_of(net, rank, 3);
-      root.set_requires_all_reduce(true);
-      root.set_reshard_after_forward(false);
-      third.backward();
-      expect_gradients(root, {1, 2, 3});
-    });
-  }
-}
 
 TEST(Between, ResetIterState) {
   for (const auto& mesh : kMeshes) {
@@ -245,87 +121,7 @@ TEST(Between, ExceptionInBackwardWithParkedGradients) {
   }
 }
 
-/// A unit that was gathered ahead and does not run must not keep what it gathered over an optimizer step.
-TEST(Between, PrefetchedUnitThatDoesNotRun) {
-  for (const ShardLayout layout : kLayouts) {
-    run_ranks(2, [&](int rank) {
-      Net net = make_net(), plain = make_net();
-      const HSDPModule root = shard_net(net, on_all(layout));
-      const HSDPModule last = HSDPModule::of(net->u4);
-      HSDPModule::of(net->u1).set_modules_to_forward_prefetch(std::vector<fsdp::UnitHandle>{last});
-      optim::SGD sgd(root, {.lr = 0.3});
-      for (uint64_t step = 0; step < 5; ++step) {
-        net->options.skip_last = plain->options.skip_last = step % 2 == 0;
-        sgd.zero_grad();
-        plain->zero_grad();
-        for (int r = 0; r < 2; ++r) (loss_of(plain, r, step) / 2).backward();
-        loss_of(net, rank, step).backward();
-        Tensors want = plain_gradients(*plain);
-        want.erase("head.weight");
-        EXPECT_LT(relative_difference(full_gradients(root), want), 2e-5) << step;
-        EXPECT_FALSE(last.is_unsharded());
-        sgd.step();
-        const torch::NoGradGuard no_grad;
-        for (const auto& entry : plain->named_parameters()) {
-          const bool tied = entry.key() == "head.weight";
-          if (!tied && entry.value().grad().defined()) torch::Tensor(entry.value()).sub_(entry.value().grad(), 0.3);
-        }
-      }
-    });
-  }
-}
-
-// ---- lists, trees, worlds
-
-struct ListedImpl : torch::nn::Module {
-  ListedImpl() {
-    for (int i = 0; i < 3; ++i) parts.push_back(register_module(concat("part", i), Mlp(6, 4 + i)));
-    weight = register_parameter("weight", torch::ones({6}));
-  }
-  torch::Tensor forward(torch::Tensor x, int mask) {
-    for (int i = 0; i < 3; ++i) {
-      if ((mask >> i & 1) != 0) x = parts[static_cast<std::size_t>(i)](x);
-    }
-    return x * weight;
-  }
-  std::vector<Mlp> parts;
-  torch::Tensor weight;
-};
-HP_MODULE(Listed);
-
-enum class Micro { kEach, kLocal, kParked };
-
-/// Some members of a list run in some micro-batches, with evaluations of other members in between.
-TEST(ListUnit, RunPartlyUnderAccumulation) {
-  for (const auto& mesh : kMeshes) {
-    for (const Micro micro : {Micro::kEach, Micro::kLocal, Micro::kParked}) {
-      run_ranks(ranks_of(mesh), [&](int rank) {
-        Listed model, plain;
-        seed_parameters(*model, 3);
-        seed_parameters(*plain, 3);
-        const FullyShardOptions options = on_mesh(mesh, ShardLayout::kRagged, true);
-        fully_shard(model->parts, options);
-        const HSDPModule root = fully_shard(model, options);
-        for (int step = 0; step < 3; ++step) {
-          root.zero_grad();
-          plain->zero_grad();
-          const std::array<int, 3> masks = {step % 2 != 0 ? 5 : 2, 7, step % 2 != 0 ? 1 : 6};
-          for (int k = 0; k < 3; ++k) {
-            const int mask = masks[static_cast<std::size_t>(k)];
-            const auto loss = [&](Listed& m, int r) { return m(wave({2, 6}, r + k + step), mask).square().mean(); };
-            for (int r = 0; r < get_world_size(); ++r) (loss(plain, r) / get_world_size()).backward();
-            if (micro == Micro::kLocal) root.set_requires_gradient_sync(k == 2);
-            if (micro == Micro::kParked) root.set_requires_all_reduce(k == 2);
-            loss(model, rank).backward();
-            const torch::NoGradGuard no_grad;
-            EXPECT_TRUE(torch::allclose(model(wave({2, 6}, 1), 1 << k), plain(wave({2, 6}, 1), 1 << k), 1e-5, 1e-6));
-          }
-          EXPECT_LT(relative_difference(full_gradients(root), plain_gradients(*plain)), 1e-5) << step;
-        }
-      });
-    }
-  }
-}
+// ---- trees, worlds
 
 struct HollowImpl : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) { return x.t().t() * 2; }
