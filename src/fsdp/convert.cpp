@@ -33,8 +33,7 @@ void Unit::follow_module() {
               " were converted in the middle of a step, want conversions between two steps");
   reshard();
   convert([](const ParamGroup& group) { return group.dtype_from_outside(); });
-  runtime_->pool().clear();
-  runtime_->renew_agreement();
+  runtime_->start_over();
 }
 
 void Unit::cast_buffers(at::ScalarType dtype) {
@@ -86,8 +85,7 @@ void convert(const UnitHandle& root, c10::ScalarType dtype) {
   };
   for (Unit* unit : units) unit->convert(floating);
   cast_buffers(root, dtype);
-  top.runtime().pool().clear();
-  top.runtime().renew_agreement();
+  top.runtime().start_over();
 }
 
 }  // namespace hyper_parallel::fsdp

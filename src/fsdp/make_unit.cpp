@@ -34,7 +34,7 @@ void check_parameter(const ParameterSlot& slot, const DeviceMesh& mesh, const st
   const at::Tensor& parameter = slot.parameter;
   const auto where = [&] { return concat(" (parameter ", slot.name, " of unit ", unit, ')'); };
   if (const auto owner = managed_by(parameter)) {
-    throw ValueError(concat('[', kOp, "] parameter is already managed by unit ", *owner,
+    throw ValueError(concat('[', kOp, "] parameter is already managed by ", *owner,
                             ": wrap inner modules before outer ones, and keep modules that share a parameter in one unit",
                             where()));
   }

@@ -34,7 +34,14 @@ std::optional<std::string> managed_by(const at::Tensor& tensor) {
   const std::lock_guard lock(registry().mutex);
   const auto entry = registry().units.find(tensor.unsafeGetTensorImpl());
   if (entry == registry().units.end()) return std::nullopt;
-  return entry->second->name();
+  const Unit& unit = *entry->second;
+  for (const auto& group : unit.groups()) {
+    for (const ManagedParameter& parameter : group->parameters()) {
+      if (parameter.full.is_same(tensor) || parameter.sharded.is_same(tensor))
+        return concat("unit ", unit.name(), " as ", parameter.name);
+    }
+  }
+  return concat("unit ", unit.name());
 }
 
 }  // namespace hyper_parallel::fsdp

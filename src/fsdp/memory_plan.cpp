@@ -83,6 +83,7 @@ class Replay {
   struct UnitReplay {
     std::vector<GroupReplay> groups;
     enum class State { kSharded, kUnsharding, kUnsharded } state = State::kSharded;
+    bool has_backward = false;  ///< something trainable is in it or before it
   };
   using State = UnitReplay::State;
 
@@ -90,9 +91,12 @@ class Replay {
 
   void forward_order(Unit& unit) {
     forward_.push_back(&unit);
+    gradients_flow_ = gradients_flow_ || unit.trainable();
     for (Unit* child : unit.children()) forward_order(*child);
+    at(unit).has_backward = gradients_flow_;
   }
   void backward_order(Unit& unit) {
+    if (!at(unit).has_backward) return;
     backward_.push_back(&unit);
     const std::vector<Unit*> children = unit.children();
     for (auto child = children.rbegin(); child != children.rend(); ++child) backward_order(**child);
@@ -150,11 +154,13 @@ class Replay {
   }
 
   void backward(Unit& unit, Gradients gradients) {
+    if (!at(unit).has_backward) return;
     if (unit.unshard_in_backward) finish(unit);
     prefetch_after(backward_, unit, true);
     const std::vector<Unit*> children = unit.children();
     for (auto child = children.rbegin(); child != children.rend(); ++child) backward(**child, gradients);
     if (unit.trainable()) gradients == Gradients::kAccumulate ? accumulate(unit) : reduce(unit, gradients == Gradients::kPark);
+    if (unit.has_frozen()) free_after_backward(unit);
   }
 
   void accumulate(Unit& unit) {
@@ -163,7 +169,7 @@ class Replay {
       (group.sum.bytes > 0 ? group.sum : group.pack).take(pool_);
       group.accumulated = true;
     }
-    if (!unit.has_frozen()) free_after_backward(unit);
+    free_after_backward(unit);
   }
 
   void reduce(Unit& unit, bool park) {
@@ -220,6 +226,7 @@ class Replay {
   MemoryPool pool_{&allocator_};
   Unit& root_;
   bool learned_ = false;
+  bool gradients_flow_ = false;
   std::vector<Unit*> order_, forward_, backward_, in_flight_;
   std::vector<UnitReplay> units_;
 };

@@ -266,7 +266,7 @@ void ParamGroup::finish_gather(MemoryPool& pool) {
 void ParamGroup::drop_gather(MemoryPool& pool) {
   if (gather_.pending()) gather_.wait();
   gathered_.release(pool);
-  full_.release(pool);
+  free_full(pool);
 }
 
 void ParamGroup::free_full(MemoryPool& pool) {

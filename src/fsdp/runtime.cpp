@@ -67,8 +67,19 @@ void Runtime::renumber() {
   deferred_.clear();
   segments_.clear();
   presence_.clear();
-  first_forwards_.clear();
+  visits_.clear();
+  passes_.clear();
+  watch_.reset();
   agreed_ = decided_ = false;
+}
+
+void Runtime::start_over() {
+  renumber();
+  pool_.clear();
+}
+
+void Runtime::wait_for_optimizer() {
+  if (const auto wait = std::exchange(post_optim_event, nullptr)) wait();
 }
 
 void Runtime::absorb(Runtime& other) {
@@ -130,6 +141,7 @@ void Runtime::begin_forward(Unit& unit) {
   // ours: enter while the outermost one is current.
   if (inside_autograd && depth_ == 0 && at::GradMode::is_enabled()) enter_backward();
   if (depth_ == 0 && !in_backward_) {
+    wait_for_optimizer();
     for (Unit* each : units_) each->follow_module();
   }
   if (!agreed_) agree();
@@ -137,12 +149,12 @@ void Runtime::begin_forward(Unit& unit) {
   ++pass_;
   forward_order_ = &forward_orders_[unit.index];
   forward_order_->begin();
+  visits_.clear();
 }
 
 void Runtime::look_ahead_forward(Unit& unit) {
   if (in_backward_ || forward_order_ == nullptr) return;
-  if (std::find(first_forwards_.begin(), first_forwards_.end(), unit.index) == first_forwards_.end())
-    first_forwards_.push_back(unit.index);
+  record(unit, /*end=*/false);
   look_ahead(unit.forward_prefetch, forward_order_->visit(unit.index));
 }
 
@@ -156,10 +168,21 @@ void Runtime::look_ahead(const std::optional<std::vector<std::weak_ptr<Unit>>>& 
   }
 }
 
+/// Only a forward with gradients has a backward.
+void Runtime::record(Unit& unit, bool end) {
+  if (backward_plan_.learned() || !at::GradMode::is_enabled()) return;
+  visits_.push_back({unit.index, end});
+}
+
+void Runtime::leave_forward(Unit& unit) {
+  if (!in_backward_ && forward_order_ != nullptr) record(unit, /*end=*/true);
+}
+
 void Runtime::end_forward(bool completed) {
   if (--depth_ > 0 || in_backward_ || forward_order_ == nullptr) return;
   if (completed) {
     forward_order_->finish();
+    if (!visits_.empty() && std::find(passes_.begin(), passes_.end(), visits_) == passes_.end()) passes_.push_back(visits_);
   } else {
     forward_order_->abandon();
   }
@@ -173,22 +196,29 @@ void Runtime::prefetch(Unit& unit) {
   unit.start_unshard();
 }
 
-/// Backward runs through a unit's own and its inner units' modules in reverse, and ends with the unit's gradients.
-void Runtime::expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const {
+/// Backward runs through the forwards in reverse. A unit's gradients are complete where its first forward began.
+std::vector<BackwardEvent> Runtime::expected_backward() const {
+  std::vector<BackwardEvent> events;
+  for (auto pass = passes_.rbegin(); pass != passes_.rend(); ++pass) {
+    for (auto visit = pass->rbegin(); visit != pass->rend(); ++visit) expect(*visit, events);
+  }
+  return events;
+}
+
+void Runtime::expect(const Visit& visit, std::vector<BackwardEvent>& events) const {
+  const BackwardEvent gather{BackwardEvent::Kind::kGather, visit.unit}, reduce{BackwardEvent::Kind::kReduce, visit.unit};
+  const bool gathered = std::find(events.begin(), events.end(), gather) != events.end();
   const auto segment = std::find_if(segments_.begin(), segments_.end(), [&](const std::vector<int>& units) {
-    return std::find(units.begin(), units.end(), unit.index) != units.end();
+    return std::find(units.begin(), units.end(), visit.unit) != units.end();
   });
   if (segment != segments_.end()) {
-    const BackwardEvent gather{BackwardEvent::Kind::kGather, unit.index};
-    if (std::find(events.begin(), events.end(), gather) == events.end()) expect_segment(*segment, events);
+    if (!gathered) expect_segment(*segment, events);
     return;
   }
-  events.push_back({BackwardEvent::Kind::kGather, unit.index});
-  for (auto index = first_forwards_.rbegin(); index != first_forwards_.rend(); ++index) {
-    Unit& other = *units_[static_cast<std::size_t>(*index)];
-    if (other.parent() == &unit) expect_backward(other, events);
-  }
-  events.push_back({BackwardEvent::Kind::kReduce, unit.index});
+  if (!gathered) events.push_back(gather);
+  if (visit.end) return;
+  std::erase(events, reduce);
+  events.push_back(reduce);
 }
 
 void Runtime::remember_segment(const std::vector<Unit*>& units) {
@@ -213,14 +243,8 @@ void Runtime::expect_segment(const std::vector<int>& segment, std::vector<Backwa
 void Runtime::enter_backward() {
   if (in_backward_) return;
   in_backward_ = true;
-  backward_plan_.begin([this] {
-    std::vector<BackwardEvent> expected;
-    for (auto index = first_forwards_.rbegin(); index != first_forwards_.rend(); ++index) {
-      Unit& unit = *units_[static_cast<std::size_t>(*index)];
-      if (unit.is_root()) expect_backward(unit, expected);
-    }
-    return expected;
-  });
+  backward_plan_.begin([this] { return expected_backward(); });
+  watch_ = FrozenWatch::start(units_);
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     if (const auto runtime = self.lock()) runtime->finish_backward();
   });
@@ -309,6 +333,7 @@ void Runtime::finish_backward() {
   }
   const bool completed = is_last_backward && complete_gradients();
   if (!is_last_backward) remember_unfinished(weak_from_this());
+  watch_.reset();
   for (Unit* unit : units_) unit->end_backward(completed);
   backward_plan_.finish();
   in_backward_ = false;
@@ -382,6 +407,7 @@ void Runtime::reset() {
   in_flight_.clear();
   presence_.clear();
   deferred_.clear();
+  watch_.reset();
   for (Unit* unit : units_) unit->reset();
   if (forward_order_ != nullptr) forward_order_->abandon();
   forward_order_ = nullptr;

@@ -1,6 +1,7 @@
 #pragma once
 // What the units of one tree share: memory pool, learned orders, reductions in flight, and the state of the backward.
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -13,6 +14,7 @@
 
 #include "fsdp/backward_plan.h"
 #include "fsdp/buffer.h"
+#include "fsdp/frozen_watch.h"
 #include "fsdp/learned_order.h"
 
 namespace hyper_parallel::fsdp {
@@ -39,9 +41,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   /// The next forward compares the ranks again.
   void renew_agreement() { agreed_ = false; }
+  /// The next forward is as the first: nothing is agreed, learned or in the pool. Between steps.
+  void start_over();
+  /// Called before the next forward or unshard() reads the shards.
+  std::function<void()> post_optim_event;
+  void wait_for_optimizer();
   void begin_forward(Unit& unit);
   /// The unit's gather is under way or done: starts that of the one that came next the last time.
   void look_ahead_forward(Unit& unit);
+  /// The unit's forward is over, that of the outermost one maybe not.
+  void leave_forward(Unit& unit);
   void end_forward(bool completed);
 
   /// These units, in this order, ran inside one checkpoint and will run again there.
@@ -83,7 +92,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void finish_backward();
   void catch_up(const BackwardEvent& event);
   void settle_deferred(const BackwardEvent& now);
-  void expect_backward(Unit& unit, std::vector<BackwardEvent>& events) const;
+  /// A unit's forward begins or ends.
+  struct Visit {
+    int unit = 0;
+    bool end = false;
+    friend bool operator==(const Visit&, const Visit&) = default;
+  };
+  void record(Unit& unit, bool end);
+  [[nodiscard]] std::vector<BackwardEvent> expected_backward() const;
+  void expect(const Visit& visit, std::vector<BackwardEvent>& events) const;
   void expect_segment(const std::vector<int>& segment, std::vector<BackwardEvent>& events) const;
   void launch(Unit& unit, std::vector<std::vector<at::Tensor>>& gradients);
   void advance_reductions();
@@ -104,10 +121,12 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::map<int, LearnedOrder> forward_orders_;  // by outermost unit
   LearnedOrder* forward_order_ = nullptr;
   BackwardPlan backward_plan_;
-  std::vector<int> first_forwards_;         // units in order of their first forward
+  std::vector<Visit> visits_;               // of the outermost forward that is running, until a backward has been learned
+  std::vector<std::vector<Visit>> passes_;  // the different ones so far
   std::vector<std::vector<int>> segments_;  // units that run again together, until a backward has been learned
   std::deque<BackwardEvent> deferred_;      // reductions that fell due while the unit's gradients were inside of a segment
   std::deque<Unit*> in_flight_;
+  std::shared_ptr<FrozenWatch> watch_;
   std::vector<std::pair<Comm, Presence>> presence_;  // by group of ranks, in the order in which the units name them
 };
 

@@ -2,7 +2,10 @@
 // Which units run inside a checkpointed segment.
 #include <algorithm>
 #include <memory>
+#include <utility>
 #include <vector>
+
+#include "fsdp/frozen_watch.h"
 
 namespace hyper_parallel::fsdp {
 
@@ -30,11 +33,17 @@ class SegmentScope {
   void note(const std::shared_ptr<Unit>& unit) {
     if (std::find(units_.begin(), units_.end(), unit) == units_.end()) units_.push_back(unit);
   }
+  void keep(const std::shared_ptr<ForwardPass>& pass) {
+    if (pass != nullptr && std::find(passes_.begin(), passes_.end(), pass) == passes_.end()) passes_.push_back(pass);
+  }
+  /// What was kept will run again in `node`.
+  void attach_to(torch::autograd::Node& node) { attach_passes(node, std::exchange(passes_, {})); }
   /// In the order in which they began.
   [[nodiscard]] const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
 
  private:
   std::vector<std::shared_ptr<Unit>> units_;
+  std::vector<std::shared_ptr<ForwardPass>> passes_;
 };
 
 }  // namespace hyper_parallel::fsdp

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/alias.h>
 
+#include "fsdp/frozen_watch.h"
 #include "fsdp/managed_registry.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unit_impl.h"
@@ -131,7 +132,9 @@ at::Tensor ForwardScope::output(const at::Tensor& tensor) {
   // An input passed through, or a parameter: a hook on a tensor that stays would stay with it for ever.
   if (result.is_leaf() || managed_by(result)) result = at::alias(result);
   unit_.awaits_backward = true;
-  result.register_hook([unit = unit_.weak_from_this()](const at::Tensor&) {
+  const auto& pass = unit_.pass();
+  if (pass && !pass->in_segment) pass->results.push_back(result.grad_fn().get());
+  result.register_hook([unit = unit_.weak_from_this(), pass](const at::Tensor&) {
     if (const auto alive = unit.lock()) alive->pre_backward();
   });
   return result;

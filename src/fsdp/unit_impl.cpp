@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <utility>
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "fsdp/frozen_watch.h"
 #include "fsdp/managed_registry.h"
 #include "fsdp/runtime.h"
 #include "fsdp/segment.h"
@@ -206,6 +208,7 @@ void Unit::start_unshard() {
     verify_once(gather_verified_, "all-gather");
     const trace::Span span("start unshard", name_);
     unshard_span_.start(trace::Lane::kGather, "unshard", name_);
+    state_ = State::kUnsharding;  // also if a gather throws: reshard() drops those before it
     for (auto& group : groups_) group->start_gather(runtime_->pool());
   }
   has_parts_ = false;
@@ -284,9 +287,12 @@ void Unit::unshard_and(const LookAhead& look_ahead) {
 }
 
 void Unit::start_hold(std::string_view op) {
+  runtime_->wait_for_optimizer();
   follow_module();
   refresh();
   for (auto& group : groups_) group->check_memory(op);
+  by_hand_ = true;
+  frozen_ = Frozen::kUnknown;
   start_unshard();
   held = true;
 }
@@ -296,12 +302,17 @@ void Unit::pre_forward() {
   try {
     refresh();
     sync_requires_grad();
+    if (!runtime_->in_backward()) begin_pass();
     if (SegmentScope* segment = SegmentScope::current(); segment != nullptr && !runtime_->in_backward()) {
       segment->note(shared_from_this());
+      segment->keep(pass_);
       recomputed = true;
     }
     // A recomputation: the unit's backward begins here, since it uses the parameters that this forward gathers.
-    if (runtime_->in_backward() && at::GradMode::is_enabled()) pre_backward();
+    if (runtime_->in_backward() && at::GradMode::is_enabled()) {
+      if (frozen_ == Frozen::kDone) frozen_ = Frozen::kUnknown;  // not one of the checkpoints that the watch knows
+      pre_backward();
+    }
     unshard_and([this] {
       if (members_run_.empty()) runtime_->look_ahead_forward(*this);
     });
@@ -309,6 +320,7 @@ void Unit::pre_forward() {
     ++running_;
     trace::begin("forward", name_);
   } catch (...) {
+    if (running_ == 0) pass_.reset();
     runtime_->end_forward(false);
     throw;
   }
@@ -316,14 +328,15 @@ void Unit::pre_forward() {
 
 void Unit::post_forward(int member, bool completed) {
   trace::end("forward", name_);
-  runtime_->end_forward(completed);
   --running_;
-  if (completed && members > 1) {
-    if (std::find(members_run_.begin(), members_run_.end(), member) == members_run_.end()) members_run_.push_back(member);
-    if (static_cast<int>(members_run_.size()) < members) return;
-  }
-  if (running_ > 0) return;
+  if (completed && members > 1 && std::find(members_run_.begin(), members_run_.end(), member) == members_run_.end())
+    members_run_.push_back(member);
+  const bool more = running_ > 0 || (completed && members > 1 && static_cast<int>(members_run_.size()) < members);
+  if (completed && !more) runtime_->leave_forward(*this);
+  runtime_->end_forward(completed);
+  if (more) return;
   members_run_.clear();
+  const auto pass = std::exchange(pass_, nullptr);
   // Recomputation runs forwards inside backward: their parameters serve the backward that follows.
   if (runtime_->in_backward()) return;
   const AfterForward after = after_forward();
@@ -334,9 +347,12 @@ void Unit::post_forward(int member, bool completed) {
   } else if (after == AfterForward::kCut) {
     cut();
   }
+  // Parameters that stay may be used by what is made later, too.
+  if (pass && state_ == State::kSharded) pass->end = at::sequence_number::peek();
 }
 
 void Unit::pre_backward() {
+  if (frozen_ == Frozen::kDone) return;  // an input that the forward handed through
   if (in_backward_) {
     awaits_gradients_ = true;
     return;
@@ -374,7 +390,7 @@ void Unit::call_hooks(std::vector<at::Tensor>& gradients) {
 }
 
 void Unit::post_backward(std::vector<at::Tensor> gradients) {
-  awaits_gradients_ = false;
+  awaits_gradients_ = gradients_due_ = false;
   call_hooks(gradients);
   trace::end("backward", name_);
   at::NoGradGuard no_grad;
@@ -394,7 +410,7 @@ void Unit::post_backward(std::vector<at::Tensor> gradients) {
   }
   awaits_backward = false;
   owes_reduction = true;
-  if (!has_frozen()) free_after_backward();
+  if (!keeps_frozen()) free_after_backward();
 }
 
 void Unit::free_after_backward() {
@@ -414,7 +430,10 @@ void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
       group.start_reduce(gradients[g], awaits_install, pool);
     }
   }
-  if (!has_frozen() && !awaits_gradients_) free_after_backward();
+  // In time for the receive space to take this memory, unless the parameters may still be wanted. Where frozen ones are not any
+  // more, they stay all the same, so that the pool's size does not depend on which gradient comes last.
+  const bool mixed = has_frozen();
+  if (!mixed && !awaits_gradients_) free_after_backward();
   if (data_parallel_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
   if (data_parallel_comm_.size() > 1) reduce_span_.start(trace::Lane::kReduce, "reduce", name_);
   for (auto& group : groups_) group->launch_reduce(park, pool);
@@ -423,6 +442,7 @@ void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
   owes_reduction = park;
   reduced_in_backward = true;
   awaits_install = awaits_install || !park;
+  if (mixed && !keeps_frozen() && !awaits_gradients_) free_after_backward();
 }
 
 bool Unit::advance_reduce() {
@@ -440,6 +460,8 @@ void Unit::end_backward(bool stale) {
   recomputed = false;
   reduced_in_backward = false;
   members_run_.clear();
+  frozen_ = Frozen::kUnknown;
+  gradients_due_ = by_hand_ = false;
   free_after_backward();
   if (state_ == State::kUnsharded) kept_ = !stale || !trainable();
 }

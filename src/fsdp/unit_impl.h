@@ -21,6 +21,7 @@ namespace hyper_parallel::fsdp {
 
 class Runtime;
 class UnitNode;
+struct ForwardPass;
 
 /// Parameters that are gathered and reduced together. One per fully_shard call; shared by every handle.
 class Unit : public std::enable_shared_from_this<Unit> {
@@ -77,19 +78,29 @@ class Unit : public std::enable_shared_from_this<Unit> {
   [[nodiscard]] std::string qualified(int member, const std::string& name) const;
   [[nodiscard]] const FullyShardOptions& options() const { return options_; }
   [[nodiscard]] std::vector<std::unique_ptr<ParamGroup>>& groups() { return groups_; }
+  [[nodiscard]] const std::vector<std::unique_ptr<ParamGroup>>& groups() const { return groups_; }
   [[nodiscard]] const Comm& data_parallel_comm() const { return data_parallel_comm_; }
   /// Gradients by group and parameter: undefined between backwards.
   [[nodiscard]] std::vector<std::vector<at::Tensor>>& no_gradients() { return gradients_; }
   [[nodiscard]] Runtime& runtime() { return *runtime_; }
   [[nodiscard]] bool is_root() const { return parent_ == nullptr; }
-  [[nodiscard]] const Unit* parent() const { return parent_; }
   [[nodiscard]] bool in_backward() const { return in_backward_; }
   [[nodiscard]] bool is_unsharded() const { return state_ == State::kUnsharded; }
   [[nodiscard]] bool is_unsharding() const { return state_ == State::kUnsharding; }
   [[nodiscard]] bool trainable() const;
-  /// A frozen parameter may be wanted until the gradient of the unit's input is there, and nothing tells when it is: such a unit
-  /// stays gathered until the end of backward.
+  /// A frozen parameter may be wanted after the last gradient of the unit is there, for those of its inputs: see FrozenWatch.
   [[nodiscard]] bool has_frozen() const;
+  /// Its frozen parameters can be freed before the end of the backward that begins.
+  [[nodiscard]] bool may_watch() const;
+  /// Those whose graphs are alive.
+  [[nodiscard]] std::vector<std::shared_ptr<ForwardPass>> passes() const;
+  /// The one under way; null if no parameter is frozen.
+  [[nodiscard]] const std::shared_ptr<ForwardPass>& pass() const { return pass_; }
+  [[nodiscard]] const UnitNode* node() const;
+  /// frozen_done will be called. \param gradients_due this backward reaches a trainable parameter
+  void watch(bool gradients_due);
+  /// Nothing of this backward wants the frozen parameters any more.
+  void frozen_done();
   [[nodiscard]] bool holds_gradients() const;
   /// What must be equal on all ranks, one line per parameter.
   void describe(std::vector<std::string>& lines) const;
@@ -161,6 +172,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void readopt();
   void cut();
   void free_after_backward();
+  void begin_pass();
+  [[nodiscard]] bool keeps_frozen() const { return has_frozen() && frozen_ != Frozen::kDone; }
   [[nodiscard]] bool stale();
   [[nodiscard]] std::uint64_t version() const;
   [[nodiscard]] std::string after_forward_text() const;
@@ -187,8 +200,14 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::uint64_t kept_version_ = 0;  ///< of the shards then
   bool in_backward_ = false;
   bool awaits_gradients_ = false;  ///< an output has got its gradient and the parameters, which compute on, have not
-  int running_ = 0;                ///< forwards under way: a forward may call another method of its module as a forward
-  std::vector<int> members_run_;   ///< members that have run since the unit was gathered for the first of them
+  /// In the backward that is running: nobody knows until when they are wanted, FrozenWatch does, they are not any more.
+  enum class Frozen { kUnknown, kWatched, kDone } frozen_ = Frozen::kUnknown;
+  bool gradients_due_ = false;  ///< while watched: post_backward is still to come
+  bool by_hand_ = false;        ///< start_hold since the last backward
+  std::shared_ptr<ForwardPass> pass_;
+  std::vector<std::weak_ptr<ForwardPass>> passes_;
+  int running_ = 0;               ///< forwards under way: a forward may call another method of its module as a forward
+  std::vector<int> members_run_;  ///< members that have run since the unit was gathered for the first of them
   trace::AsyncSpan unshard_span_, reduce_span_;
   bool gather_verified_ = false;
   bool reduce_verified_ = false;

@@ -56,6 +56,8 @@ void UnitHandle::set_reshard_after_backward(bool reshard_after_backward, bool re
 
 void UnitHandle::set_is_last_backward(bool is_last_backward) const { get().runtime().is_last_backward = is_last_backward; }
 
+void UnitHandle::set_post_optim_event(std::function<void()> wait) const { get().runtime().post_optim_event = std::move(wait); }
+
 void UnitHandle::set_unshard_in_backward(bool unshard_in_backward) const { get().unshard_in_backward = unshard_in_backward; }
 
 void UnitHandle::set_reduce_scatter_unused_params(bool reduce_scatter_unused_params, bool recurse) const {
@@ -134,9 +136,24 @@ at::Tensor UnitHandle::main_grad(const at::Tensor& sharded) const {
 }
 
 UnshardScope::UnshardScope(const UnitHandle& root) : root_(root) {
+  check_value(root_.defined(), "UnshardScope", "the handle has no unit, want that of a sharded module");
   const std::vector<Unit*> units = root_.unit()->reached(true);
-  for (Unit* unit : units) unit->start_hold("UnshardScope");
-  for (Unit* unit : units) unit->finish_unshard();
+  std::vector<Unit*> taken;
+  try {
+    for (Unit* unit : units) {
+      if (!unit->held) taken.push_back(unit);
+      unit->start_hold("UnshardScope");
+    }
+    for (Unit* unit : units) unit->finish_unshard();
+  } catch (...) {
+    for (Unit* unit : taken) {
+      try {
+        unit->reshard();
+      } catch (...) {  // the group is broken: the exception that is under way says by what
+      }
+    }
+    throw;
+  }
 }
 
 UnshardScope::~UnshardScope() {

@@ -376,6 +376,7 @@ void CheckpointForward::finish(const std::vector<at::Tensor*>& outputs, Rerun re
   });
 
   const auto node = c10::make_intrusive<CheckpointNode>(std::make_shared<const Segment>(std::move(segment)));
+  state_->units.attach_to(*node);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     if (!replaced[i].defined()) continue;
     const std::uint32_t input = node->add_input_metadata(replaced[i]);

@@ -7,6 +7,7 @@
 
 #include <hyper_parallel/hyper_parallel.h>
 
+#include "support/adapter_net.h"
 #include "support/counting_allocator.h"
 #include "support/rank_threads.h"
 #include "support/small_net.h"
@@ -166,6 +167,100 @@ std::vector<Case> cases() {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Accounting, ::testing::ValuesIn(cases()), [](const auto& instance) { return instance.param.name; });
+
+/// Units that are frozen in part or as a whole: backward never holds more than two of them.
+struct FrozenCase {
+  std::string name;
+  std::vector<int64_t> mesh;
+  ShardLayout layout = ShardLayout::kPerParameter;
+  bool adapted = false;  ///< every block has a trained adapter; otherwise two of three are frozen, the third is trained
+  bool low_precision = false, accumulate = false;
+};
+
+std::ostream& operator<<(std::ostream& out, const FrozenCase& c) { return out << c.name; }
+
+/// Bytes of the pool after three steps, which are those of the plan.
+int64_t frozen_pool(const FrozenCase& c, std::size_t blocks) {
+  int64_t pool = 0;
+  const int world = ranks_of(c.mesh);
+  const int64_t live_before = allocation_counts().live;
+  std::barrier meet(world);
+  run_ranks(world, {.allocator = counting_allocator()}, [&](int rank) {
+    std::vector<BlockKind> kinds;
+    for (std::size_t i = 0; i < blocks; ++i)
+      kinds.push_back(c.adapted ? BlockKind::kAdapted : i % 3 == 0 ? BlockKind::kTrained : BlockKind::kFrozen);
+    AdaptedNet net = make_adapted(kinds, 32);
+    FullyShardOptions options = on_mesh(c.mesh, c.layout);
+    if (c.low_precision) options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat32};
+    const HSDPModule root = shard_adapted(net, options);
+    const fsdp::MemoryUse plan = root.plan_memory({.local = c.accumulate});
+    const Batch batch = make_batch(2, 5);
+    const auto step = [&] {
+      for (const bool sync : {false, true}) {
+        if (!sync && !c.accumulate) continue;
+        root.set_requires_gradient_sync(sync);
+        net_loss(net(batch.tokens), batch.targets).backward();
+      }
+      root.zero_grad();
+    };
+    for (int i = 0; i < 3; ++i) step();
+    const fsdp::MemoryUse use = root.memory_use();
+    EXPECT_EQ(use.shards, plan.shards);
+    EXPECT_EQ(use.gradients, plan.gradients);
+    EXPECT_EQ(use.pool, plan.pool);
+    auto total = torch::tensor({use.total()}, torch::kLong);
+    root.data_parallel_comm().all_reduce(total).wait();
+    meet.arrive_and_wait();
+    if (rank == 0) reset_allocation_counts();
+    meet.arrive_and_wait();
+    const int64_t held = allocation_counts().live - live_before;
+    meet.arrive_and_wait();
+    step();
+    meet.arrive_and_wait();
+    EXPECT_EQ(allocation_counts().allocations, 0) << "steady state";
+    EXPECT_GE(held, total.item<int64_t>());
+    EXPECT_LE(held - total.item<int64_t>(), world * 64 * 1024) << "control messages of the groups";
+    if (rank == 0) pool = use.pool;
+    meet.arrive_and_wait();
+  });
+  EXPECT_EQ(allocation_counts().live, live_before);
+  return pool;
+}
+
+class FrozenAccounting : public ::testing::TestWithParam<FrozenCase> {};
+
+TEST_P(FrozenAccounting, BackwardHoldsAFewBlocksHoweverManyThereAre) {
+  const FrozenCase& c = GetParam();
+  const int64_t few = frozen_pool(c, 5), many = frozen_pool(c, 11);
+  if (!c.accumulate) {  // that keeps the gradients of every trained block
+    EXPECT_EQ(many, few);
+  }
+}
+
+std::vector<FrozenCase> frozen_cases() {
+  std::vector<FrozenCase> all;
+  const std::vector<std::pair<std::string, std::vector<int64_t>>> meshes = {{"w1", {1}}, {"w2", {2}}, {"hsdp22", {2, 2}}};
+  for (const auto& [mesh_name, mesh] : meshes) {
+    for (const ShardLayout layout : kLayouts) {
+      for (const bool adapted : {true, false}) {
+        for (const int mode : {0, 1, 2}) {
+          all.push_back({.name = mesh_name + (layout == ShardLayout::kRagged ? "Ragged" : "Fused") +
+                                 (adapted ? "Adapters" : "FrozenBlocks") +
+                                 std::array{"", "LowPrecision", "Accumulate"}[static_cast<std::size_t>(mode)],
+                         .mesh = mesh,
+                         .layout = layout,
+                         .adapted = adapted,
+                         .low_precision = mode == 1,
+                         .accumulate = mode == 2});
+        }
+      }
+    }
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, FrozenAccounting, ::testing::ValuesIn(frozen_cases()),
+                         [](const auto& instance) { return instance.param.name; });
 
 /// Wrapping frees the original parameters: what is left is the shards.
 TEST(Wrapping, FreesTheOriginalParameters) {

@@ -167,6 +167,48 @@ TEST(Field, B05OddVocabulary) {
   }
 }
 
+/// Table and head are units of their own.
+struct SplitImpl : torch::nn::Module {
+  SplitImpl() {
+    table = register_module("table", nn::Embedding(11, 6));
+    head = register_module("head", nn::Linear(torch::nn::LinearOptions(6, 11).bias(false)));
+    head->weight = head->register_parameter("tied", table->weight);
+  }
+  torch::Tensor forward(const torch::Tensor& tokens) { return head(table(tokens)); }
+  nn::Embedding table = nullptr;
+  nn::Linear head = nullptr;
+};
+HP_MODULE(Split);
+
+// B15: a weight that two units share stopped learning in one of them.
+TEST(Field, B15TiedAcrossUnits) {
+  run_ranks(2, [] {
+    Split apart;
+    fully_shard(apart->table, on_all());
+    const auto before = apart->head->parameters();
+    EXPECT_THAT([&] { fully_shard(apart->head, on_all()); },
+                ThrowsMessage<ValueError>(::testing::AllOf(HasSubstr("parameter is already managed by unit Embedding as weight"),
+                                                           HasSubstr("keep modules that share a parameter in one unit"),
+                                                           HasSubstr("(parameter tied of unit Linear)"))));
+    for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(apart->head->parameters()[i].is_same(before[i])) << "unchanged";
+
+    // The ways out that the message names: one unit for both, or the root.
+    for (const bool listed : {true, false}) {
+      Split model;
+      seed_parameters(*model, 5);
+      if (listed) fully_shard(std::vector<std::shared_ptr<torch::nn::Module>>{model->table.ptr(), model->head.ptr()}, on_all());
+      const HSDPModule root = fully_shard(model, on_all());
+      const Tensors values = full_parameters(root);
+      torch::optim::SGD sgd(model->parameters(), 1.0);
+      const auto tokens = torch::arange(11);
+      net_loss(model(tokens), (tokens + 1) % 11).backward();
+      sgd.step();
+      const auto moved = (full_parameters(root).at("table.weight") - values.at("table.weight")).abs().amax(1);
+      EXPECT_TRUE((moved > 0).all().item<bool>()) << "every row learns";
+    }
+  });
+}
+
 struct BranchesImpl : torch::nn::Module {
   BranchesImpl() {
     a = register_module("a", torch::nn::Linear(6, 5));

@@ -119,6 +119,11 @@ class HP_API UnitHandle {
   /// False: the end of backward does not wait for reductions, and their gradients appear with the next backward for which it is
   /// true (or hsdp_sync_stream). For the whole tree.
   void set_is_last_backward(bool is_last_backward) const;
+  /// The optimizer step may still be running when the next forward or unshard() of the tree begins, on another thread or on a
+  /// device's stream: `wait` is called once, on the thread of that forward, before the shards are read (PyTorch: an event; here
+  /// for example `[&step] { step.get(); }` of a std::future, or a stream's wait for an event). What it throws, the forward
+  /// throws. An empty function takes an earlier one back. Whatever else reads or writes parameters must wait by itself. Local.
+  void set_post_optim_event(std::function<void()> wait) const;
   /// False: the backward of this unit's forward does not read its parameters (an embedding look-up), so do not gather them there.
   void set_unshard_in_backward(bool unshard_in_backward) const;
   /// False: a unit that ran forward and got no gradient is left out of the reduction instead of taking part with zeros. Only
@@ -186,7 +191,8 @@ class HP_API UnitHandle {
 HP_API void hsdp_sync_stream();
 
 /// Parameters of a whole tree gathered for a while, for example to sample from a model without gathering each unit for every
-/// token: unshard() on all units, reshard() at the end of the scope. Collective.
+/// token: unshard() on all units, reshard() at the end of the scope. Collective. A construction that throws leaves no unit
+/// gathered that was not before. ValueError: a handle without unit.
 class HP_API UnshardScope {
  public:
   explicit UnshardScope(const UnitHandle& root);
