@@ -222,8 +222,12 @@ Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options)
   auto& op = *started.op;
   if (!alone && direct) {
     const auto needed = total * comm.size;
-    const bool enough = op.scratch.defined() && static_cast<std::int64_t>(op.scratch.nbytes()) >= needed;
-    if (!enough) op.scratch = byte_buffer(comm.allocator, std::max(needed, kDirectAllReduceBytes * comm.size));
+    const auto enough = [&](const at::Tensor& s) { return s.defined() && static_cast<std::int64_t>(s.nbytes()) >= needed; };
+    // Another idle Work may have what this one lacks: which of them is taken changes from step to step.
+    for (const auto& idle : comm.pool) {
+      if (!enough(op.scratch) && enough(idle->scratch)) std::swap(op.scratch, idle->scratch);
+    }
+    if (!enough(op.scratch)) op.scratch = byte_buffer(comm.allocator, std::max(needed, kDirectAllReduceBytes * comm.size));
     space = op.scratch;
   }
   op.read_once = !direct;  // a direct one must free what it sends before it reads: see `overwrite`

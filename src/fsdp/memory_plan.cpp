@@ -181,6 +181,7 @@ class Replay {
     for (auto& group : at(unit).groups) {
       if (!group.size.trainable) continue;
       group.park = park;
+      if (group.partial.held && group.size.custom) group.exchange.take(pool_);
       if (group.size.staged || park || group.partial.held) group.partial.take(pool_);
       (group.accumulated && group.sum.bytes > 0 ? group.sum_receive : group.receive).take(pool_);
       group.accumulated = false;
@@ -198,6 +199,7 @@ class Replay {
         for (Lease* lease : {&group.pack, &group.receive, &group.sum, &group.sum_receive}) {
           if (scattered) lease->give(pool_);
         }
+        if (scattered) group.exchange.give(pool_);
         if (group.park) {
           group.stage = GroupReplay::Stage::kIdle;
           continue;

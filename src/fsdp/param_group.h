@@ -56,6 +56,7 @@ struct GroupFootprint {
   std::size_t partial = 0, exchange = 0;
   bool staged = false;      ///< every reduction goes through `partial`
   bool replicated = false;  ///< has replicas: `exchange` is needed
+  bool custom = false;      ///< reduces by the user's own means: `exchange` is needed for results that are added to parked ones
   bool trainable = false;
 };
 

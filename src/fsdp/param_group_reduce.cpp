@@ -139,10 +139,11 @@ GroupFootprint ParamGroup::footprint() const {
   if (alone()) return size;
   size.wire = bytes(rows, wire_dtype_);
   if (accum_dtype_differs_) size.accumulation = bytes(rows, options_.reduce_dtype);
-  if (layout_.world() > 1) {
+  if (layout_.world() > 1 && !options_.settings->reduce_scatter) {
     size.wire_receive = size.wire;
     size.accumulation_receive = size.accumulation;
   }
+  size.custom = static_cast<bool>(options_.settings->reduce_scatter);
   size.staged = staged();
   size.replicated = replicas_ > 1;
   size.partial = bytes(n, options_.reduce_dtype);

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <limits>
 #include <optional>
+#include <type_traits>
 
 #include <fmt/format.h>
 #include <toml++/toml.h>
@@ -117,6 +118,50 @@ std::optional<std::int64_t> step_number(std::string_view text) {
   return error == std::errc() && end == text.data() + text.size() && value >= 1 ? std::optional(value) : std::nullopt;
 }
 
+/// One setting that a ZeRO level stands for: set by the level, or to the same value.
+template <class T>
+void follow_level(const Config& c, const char* key, T& value, const T& meant) {
+  const auto text = [](const T& v) {
+    if constexpr (std::is_same_v<T, bool>)
+      return std::string(v ? "true" : "false");
+    else
+      return concat('"', v, '"');
+  };
+  if (!c.sources.contains(key)) value = meant;
+  check_value(value == meant, "config", key, " = ", text(value), ", want ", text(meant),
+              " or nothing with parallel.zero_level = ", c.parallel.zero_level, " (", c.where(key), ", ",
+              c.where("parallel.zero_level"), ")");
+}
+
+/// At most one setting says what stays after forward, and none is overruled by another.
+void settle_parallel(Config& c) {
+  ParallelConfig& p = c.parallel;
+  const int ways = (p.reshard_ranks > 0 ? 1 : 0) + (p.memory_budget_mb > 0 ? 1 : 0) + (p.zero_level > 0 ? 1 : 0);
+  check_value(ways <= 1, "config", "parallel.reshard_ranks, memory_budget_mb and zero_level all say what stays after forward, ",
+              "want one of them (", c.where("parallel.reshard_ranks"), ", ", c.where("parallel.memory_budget_mb"), ", ",
+              c.where("parallel.zero_level"), ")");
+  for (const auto& [given, key] : {std::pair{p.reshard_ranks > 0, "parallel.reshard_ranks"},
+                                   std::pair{p.memory_budget_mb > 0, "parallel.memory_budget_mb"}}) {
+    check_value(!given || p.reshard_after_forward, "config", "parallel.reshard_after_forward = false with ", key,
+                ", which says how much is freed, want one of them (", c.where("parallel.reshard_after_forward"), ", ",
+                c.where(key), ")");
+  }
+  if (p.zero_level > 0) {
+    follow_level(c, "parallel.reshard_after_forward", p.reshard_after_forward, p.zero_level == 3);
+    follow_level(c, "parallel.accumulation", p.accumulation, accumulation_of(p));
+  }
+  for (const auto& [mb, key] :
+       {std::pair{p.memory_budget_mb, "parallel.memory_budget_mb"}, std::pair{p.bucket_mb, "parallel.bucket_mb"}})
+    check_value(mb == 0 || mb >= 1e-6, "config", key, " = ", mb, ", want 0 or at least 1e-06, one byte (", c.where(key), ")");
+  check_value(p.comm_fusion || p.layout == "per_parameter", "config", "parallel.comm_fusion = false, want the layout ",
+              "\"per_parameter\" with it: ragged units are always one collective (", c.where("parallel.comm_fusion"), ")");
+  check_value(p.comm_fusion || p.bucket_mb == 0, "config",
+              "parallel.bucket_mb limits what comm_fusion = false does not make, want one of them (",
+              c.where("parallel.bucket_mb"), ", ", c.where("parallel.comm_fusion"), ")");
+  check_value(p.dp_shard != 0, "config", "parallel.dp_shard = 0, want -1 or an integer >= 1 (", c.where("parallel.dp_shard"),
+              ")");
+}
+
 void check_consistency(const Config& c) {
   (void)traced_steps(c);
   try {
@@ -141,18 +186,6 @@ void check_consistency(const Config& c) {
               "train.max_steps and train.max_seconds are both 0, want at least one limit (", c.where("train.max_steps"), ")");
   check_value(c.optim.optimizer != "sgd" || !c.optim.nesterov || c.optim.momentum > 0, "config",
               "optim.nesterov = true, want optim.momentum above 0 with it, or false (", c.where("optim.momentum"), ")");
-  const ParallelConfig& p = c.parallel;
-  const int ways = (p.reshard_ranks > 0 ? 1 : 0) + (p.memory_budget_mb > 0 ? 1 : 0) + (p.zero_level > 0 ? 1 : 0);
-  check_value(ways <= 1, "config", "parallel.reshard_ranks, memory_budget_mb and zero_level all say what stays after forward, ",
-              "want one of them (", c.where("parallel.reshard_ranks"), ", ", c.where("parallel.memory_budget_mb"), ", ",
-              c.where("parallel.zero_level"), ")");
-  check_value(p.comm_fusion || p.layout == "per_parameter", "config", "parallel.comm_fusion = false, want the layout ",
-              "\"per_parameter\" with it: ragged units are always one collective (", c.where("parallel.comm_fusion"), ")");
-  check_value(p.comm_fusion || p.bucket_mb == 0, "config",
-              "parallel.bucket_mb limits what comm_fusion = false does not make, want one of them (",
-              c.where("parallel.bucket_mb"), ", ", c.where("parallel.comm_fusion"), ")");
-  check_value(c.parallel.dp_shard != 0, "config", "parallel.dp_shard = 0, want -1 or an integer >= 1 (",
-              c.where("parallel.dp_shard"), ")");
   check_value(c.log.name.find('/') == std::string::npos && c.log.name != "." && c.log.name != "..", "config", "log.name = \"",
               c.log.name, "\", want a plain folder name (", c.where("log.name"), ")");
 }
@@ -171,6 +204,19 @@ std::int64_t checkpoint_every(const std::string& text) {
   check_value(known, "config", "train.activation_checkpoint = \"", text,
               "\", want none, block, or block:N with an integer N >= 1");
   return every;
+}
+
+std::string accumulation_of(const ParallelConfig& parallel) {
+  switch (parallel.zero_level) {
+    case 1:
+      return "local";
+    case 2:
+      return "partial";
+    case 3:
+      return "each";
+    default:
+      return parallel.accumulation;
+  }
 }
 
 std::string Config::where(const std::string& key) const {
@@ -246,6 +292,7 @@ Config parse_config(const std::string& text, const std::string& name, const std:
   }
   if (config.model.n_kv_heads == 0) config.model.n_kv_heads = config.model.n_heads;
   check_consistency(config);
+  settle_parallel(config);
   return config;
 }
 
@@ -272,6 +319,8 @@ BatchPlan plan_batches(const Config& config, int world) {
     check_value(plan.dp_replicate * plan.dp_shard == world, "parallel", "dp_replicate * dp_shard = ", plan.dp_replicate, " * ",
                 plan.dp_shard, ", want the world size ", world, " (", config.where("parallel.dp_shard"), ")");
   }
+  check_value(p.reshard_ranks == 0 || plan.dp_shard % p.reshard_ranks == 0, "parallel", "reshard_ranks = ", p.reshard_ranks,
+              ", want a divisor of dp_shard = ", plan.dp_shard, " (", config.where("parallel.reshard_ranks"), ")");
   const std::int64_t batch = config.train.batch_size;
   check_value(batch % world == 0, "train", "batch_size = ", batch, ", want a multiple of the world size ", world, " (",
               config.where("train.batch_size"), ")");

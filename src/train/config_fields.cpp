@@ -81,8 +81,11 @@ void add_parallel_and_precision(std::vector<Field>& fields, ParallelConfig& p, P
                     "cut them over so many consecutive ranks instead (0: over all of dp_shard)", at_least(0)});
   fields.push_back({"parallel", "memory_budget_mb", &p.memory_budget_mb,
                     "keep them after forward as long as the engine fits in (0: no budget)", real(0, 1e9)});
-  fields.push_back(
-      {"parallel", "zero_level", &p.zero_level, "ZeRO level 1, 2 or 3 (0: as the other values say)", {.min = 0, .max = 3}});
+  fields.push_back({"parallel",
+                    "zero_level",
+                    &p.zero_level,
+                    "ZeRO level 1, 2 or 3 instead of reshard_after_forward and accumulation (0: as these say)",
+                    {.min = 0, .max = 3}});
   fields.push_back({"parallel", "accumulation", &p.accumulation,
                     "of micro-batches: local, partial (all-reduce once a step), each (reduce each)",
                     one_of({"local", "partial", "each"})});

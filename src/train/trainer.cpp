@@ -54,12 +54,6 @@ FullyShardOptions shard_options(const Config& config, const DeviceMesh& mesh) {
   return options;
 }
 
-/// How micro-batches accumulate: a ZeRO level says it, or the setting.
-std::string_view accumulation(const ParallelConfig& p) {
-  if (p.zero_level == 0) return p.accumulation;
-  return p.zero_level == 1 ? "local" : p.zero_level == 2 ? "partial" : "each";
-}
-
 DeviceMesh make_mesh(const BatchPlan& plan) {
   if (plan.dp_replicate == 1) return init_device_mesh("cpu", {plan.dp_shard}, {"dp_shard"});
   return init_device_mesh("cpu", {plan.dp_replicate, plan.dp_shard}, {"dp_replicate", "dp_shard"});
@@ -183,7 +177,7 @@ void Trainer::announce() {
                          world_.size(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
   progress_.print(concat("Transport  ", comm_.transport_name()));
   begin_micro_batch(true);
-  const std::string_view kind = plan_.accumulation > 1 ? accumulation(config_.parallel) : "each";
+  const std::string kind = plan_.accumulation > 1 ? accumulation_of(config_.parallel) : "each";
   const fsdp::MemoryUse engine = root_.plan_memory({.local = kind == "local", .partial = kind == "partial"});
   progress_.print(memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool, updater_->state_bytes()}));
 }
@@ -210,7 +204,7 @@ void Trainer::begin_micro_batch(bool last) {
     set_zero_level(root_, static_cast<ZeroLevel>(level), last);
     return;
   }
-  const std::string_view kind = accumulation(config_.parallel);
+  const std::string& kind = config_.parallel.accumulation;
   root_.set_requires_gradient_sync(kind != "local" || last);
   root_.set_requires_all_reduce(kind != "partial" || last);
 }

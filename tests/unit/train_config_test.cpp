@@ -126,6 +126,62 @@ TEST(TrainConfig, ValuesThatContradictEachOther) {
   EXPECT_THAT(message_of("[log]\nname = '../x'\n"), HasSubstr("want a plain folder name (a.toml:2)"));
 }
 
+/// Every pair of settings of which one would overrule the other.
+TEST(TrainConfig, WaysOfShardingThatContradictEachOther) {
+  const auto message = [](const std::vector<std::string>& lines) {
+    std::string text = "[parallel]\n";
+    for (const std::string& line : lines) text += line + "\n";
+    return message_of(text);
+  };
+  const std::string ranks = "reshard_ranks = 2", budget = "memory_budget_mb = 1", keep = "reshard_after_forward = false";
+  const auto zero = [](int level) { return "zero_level = " + std::to_string(level); };
+  for (const auto& pair : {std::pair(ranks, budget), std::pair(ranks, zero(3)), std::pair(budget, zero(1))})
+    EXPECT_THAT(message({pair.first, pair.second}), HasSubstr("all say what stays after forward, want one of them ("));
+  EXPECT_EQ(
+      message({keep, ranks}),
+      "[config] parallel.reshard_after_forward = false with parallel.reshard_ranks, which says how much is freed, want one of "
+      "them (a.toml:2, a.toml:3)");
+  EXPECT_EQ(
+      message({budget, keep}),
+      "[config] parallel.reshard_after_forward = false with parallel.memory_budget_mb, which says how much is freed, want one "
+      "of them (a.toml:3, a.toml:2)");
+  const std::vector<std::string> accumulations = {"local", "partial", "each"};
+  for (int level = 1; level <= 3; ++level) {
+    const bool frees = level == 3;
+    for (const bool said : {false, true}) {
+      const std::string text = said ? "true" : "false", meant = frees ? "true" : "false";
+      EXPECT_EQ(message({"reshard_after_forward = " + text, zero(level)}),
+                said == frees ? "no error"
+                              : "[config] parallel.reshard_after_forward = " + text + ", want " + meant +
+                                    " or nothing with parallel.zero_level = " + std::to_string(level) + " (a.toml:2, a.toml:3)");
+    }
+    const std::string& meant = accumulations[static_cast<std::size_t>(level) - 1];
+    for (const std::string& said : accumulations)
+      EXPECT_EQ(message({zero(level), "accumulation = \"" + said + "\""}),
+                said == meant
+                    ? "no error"
+                    : "[config] parallel.accumulation = \"" + said + "\", want \"" + meant +
+                          "\" or nothing with parallel.zero_level = " + std::to_string(level) + " (a.toml:3, a.toml:2)");
+  }
+  EXPECT_EQ(message({"reshard_after_forward = true", ranks}), "no error");
+  EXPECT_EQ(message({budget, "accumulation = \"each\"", "reshard_after_forward = true"}), "no error");
+  EXPECT_EQ(message({"memory_budget_mb = 1e-7"}),
+            "[config] parallel.memory_budget_mb = 1e-07, want 0 or at least 1e-06, one byte (a.toml:2)");
+  EXPECT_THAT(message({"bucket_mb = 1e-9"}), HasSubstr("parallel.bucket_mb = 1e-09, want 0 or at least 1e-06"));
+}
+
+/// What a level stands for is written out, so that a saved configuration says it and can be read again.
+TEST(TrainConfig, ZeroLevelsAreWrittenOut) {
+  for (const int level : {1, 2, 3}) {
+    const Config c = parse_config("", "a.toml", {{"parallel.zero_level", std::to_string(level)}});
+    EXPECT_EQ(c.parallel.reshard_after_forward, level == 3);
+    EXPECT_EQ(c.parallel.accumulation, level == 1 ? "local" : level == 2 ? "partial" : "each");
+    EXPECT_EQ(accumulation_of(c.parallel), c.parallel.accumulation);
+    EXPECT_EQ(to_toml(parse_config(to_toml(c), "b.toml")), to_toml(c));
+  }
+  EXPECT_EQ(accumulation_of({.accumulation = "partial"}), "partial");
+}
+
 TEST(TrainConfig, TracedSteps) {
   const auto steps = [](const std::string& text) {
     return traced_steps(parse_config("[train]\ntrace_steps = '" + text + "'\n", "a.toml"));
@@ -226,6 +282,11 @@ TEST(TrainConfig, WorldsThatDoNotFit) {
             "[parallel] dp_replicate * dp_shard = 1 * 4, want the world size 2 (a.toml:2)");
   EXPECT_EQ(plan_message("[parallel]\ndp_replicate = 3\n", 4),
             "[parallel] dp_replicate = 3, want a divisor of the world size 4 (a.toml:2)");
+  EXPECT_EQ(plan_message("[train]\nbatch_size = 8\n[parallel]\nreshard_ranks = 2\ndp_replicate = 2\n", 4), "no error");
+  EXPECT_EQ(plan_message("[train]\nbatch_size = 8\n[parallel]\nreshard_ranks = 4\ndp_replicate = 2\n", 4),
+            "[parallel] reshard_ranks = 4, want a divisor of dp_shard = 2 (a.toml:4)");
+  EXPECT_EQ(plan_message("[parallel]\nreshard_ranks = 3\n", 4),
+            "[parallel] reshard_ranks = 3, want a divisor of dp_shard = 4 (a.toml:2)");
   EXPECT_EQ(plan_message("[train]\nbatch_size = 5\n", 2),
             "[train] batch_size = 5, want a multiple of the world size 2 (a.toml:2)");
   EXPECT_EQ(plan_message("[train]\nbatch_size = 8\nmicro_batch_size = 3\n", 2),

@@ -80,7 +80,7 @@ struct ParallelConfig {
   std::int64_t reshard_ranks =
       0;                        ///< cut the weights over so many consecutive ranks after forward; 0: over all of the shard axis
   double memory_budget_mb = 0;  ///< keep weights gathered after forward while the engine stays within it; 0: no budget
-  std::int64_t zero_level = 0;  ///< 1, 2 or 3: sets residency and accumulation; 0: as the other values say
+  std::int64_t zero_level = 0;  ///< 1, 2 or 3: sets reshard_after_forward and accumulation; 0: as these say
   std::string accumulation =
       "local";  ///< of micro-batches: "local", "partial" (one all-reduce for each step), "each" (reduce each)
   std::int64_t replicate_below = 0;  ///< parameters of fewer bytes stay whole on every rank
@@ -92,6 +92,9 @@ struct ParallelConfig {
   bool offload = false;  ///< shards, gradients and optimizer state in host memory
   double timeout_seconds = 300;  ///< of every collective
 };
+
+/// How micro-batches accumulate: what zero_level means, otherwise what `accumulation` says.
+[[nodiscard]] std::string accumulation_of(const ParallelConfig& parallel);
 
 /// [precision]: dtypes of compute and of gradient reduction: "float32", "bfloat16", "float16". Master weights are float32.
 struct PrecisionConfig {
@@ -149,7 +152,8 @@ struct FieldInfo {
 /// "section.key" and the text of its value.
 using Override = std::pair<std::string, std::string>;
 
-/// Reads `file` (empty: only defaults), applies `overrides` in order and validates the result.
+/// Reads `file` (empty: only defaults), applies `overrides` in order and validates the result. A zero_level gives its values to
+/// what it stands for, so that the result says what will happen.
 ///
 /// Local. ValueError with `(file:line)`: unreadable file, syntax, unknown section or key, wrong type, value out of range, values
 /// that contradict each other.
@@ -171,8 +175,8 @@ struct BatchPlan {
   std::int64_t accumulation = 1;  ///< forwards of one step
 };
 
-/// Resolves the automatic values against the world. Local. ValueError: the mesh does not fit the world, the batch does not
-/// divide.
+/// Resolves the automatic values against the world. Local. ValueError: the mesh or reshard_ranks does not fit the world, the
+/// batch does not divide.
 [[nodiscard]] BatchPlan plan_batches(const Config& config, int world);
 
 }  // namespace hyper_parallel::train
