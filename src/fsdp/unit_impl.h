@@ -84,6 +84,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   [[nodiscard]] std::vector<std::vector<at::Tensor>>& no_gradients() { return gradients_; }
   [[nodiscard]] Runtime& runtime() { return *runtime_; }
   [[nodiscard]] bool is_root() const { return parent_ == nullptr; }
+  [[nodiscard]] const Unit* parent() const { return parent_; }
   [[nodiscard]] bool in_backward() const { return in_backward_; }
   [[nodiscard]] bool is_unsharded() const { return state_ == State::kUnsharded; }
   [[nodiscard]] bool is_unsharding() const { return state_ == State::kUnsharding; }
