@@ -70,7 +70,7 @@ TEST_P(Frozen, SameBitsAndFreedInTime) {
     AdaptedNet plain = make_adapted(kStacks[stack]);
     loss_of(plain).backward();
     const Tensors want = plain_gradients(*plain);
-    run_ranks(ranks_of(mesh), [&, &mesh = mesh, &layout = layout, &stack = stack] {
+    run_ranks(ranks_of(mesh), [&] {
       AdaptedNet net = make_adapted(kStacks[stack]);
       const HSDPModule root = shard_adapted(net, on_mesh(mesh, layout, reshard));
       Watcher watcher(net);
@@ -237,7 +237,7 @@ TEST(FrozenPasses, RetainedGraphsAndSeveralForwardsBeforeABackward) {
 }
 
 TEST(FrozenPasses, Switches) {
-  run_ranks(2, [] {
+  run_ranks(4, [] {
     for (const auto& kinds : kStacks) {
       for (const int mode : {0, 1, 2}) {
         AdaptedNet plain = make_adapted(kinds), net = make_adapted(kinds);
