@@ -231,7 +231,7 @@ class FrozenAccounting : public ::testing::TestWithParam<FrozenCase> {};
 
 TEST_P(FrozenAccounting, BackwardHoldsAFewBlocksHoweverManyThereAre) {
   const FrozenCase& c = GetParam();
-  const int64_t few = frozen_pool(c, 5), many = frozen_pool(c, 11);
+  const int64_t few = frozen_pool(c, 10), many = frozen_pool(c, 19);
   if (!c.accumulate) {  // that keeps the gradients of every trained block
     EXPECT_EQ(many, few);
   }

@@ -70,7 +70,7 @@ TEST_P(Frozen, SameBitsAndFreedInTime) {
     AdaptedNet plain = make_adapted(kStacks[stack]);
     loss_of(plain).backward();
     const Tensors want = plain_gradients(*plain);
-    run_ranks(ranks_of(mesh), [&, &mesh = mesh, &layout = layout, &stack = stack] {
+    run_ranks(ranks_of(mesh), [&] {
       AdaptedNet net = make_adapted(kStacks[stack]);
       const HSDPModule root = shard_adapted(net, on_mesh(mesh, layout, reshard));
       Watcher watcher(net);
@@ -227,17 +227,19 @@ TEST(FrozenPasses, RetainedGraphsAndSeveralForwardsBeforeABackward) {
           },
           {[](AdaptedNet&) {}}, /*in_time=*/false);
       // Graphs of old steps that somebody keeps do not count.
-      std::vector<Tensor> history;
-      expect_like_plain(kinds, on_all(), [&](AdaptedNet& net) {
-        history.push_back(loss_of(net));
-        history.back().backward();
-      });
+      for (const bool reshard : {true, false}) {
+        std::vector<Tensor> history;
+        expect_like_plain(kinds, on_all(ShardLayout::kPerParameter, reshard), [&](AdaptedNet& net) {
+          history.push_back(loss_of(net));
+          history.back().backward();
+        });
+      }
     }
   });
 }
 
 TEST(FrozenPasses, Switches) {
-  run_ranks(2, [] {
+  run_ranks(4, [] {
     for (const auto& kinds : kStacks) {
       for (const int mode : {0, 1, 2}) {
         AdaptedNet plain = make_adapted(kinds), net = make_adapted(kinds);
@@ -358,7 +360,23 @@ struct OuterImpl : torch::nn::Module {
 };
 HP_MODULE(Outer);
 
-TEST(FrozenInputs, InnerUnitsAndInputsByHand) {
+/// Returns the root of the graph.
+struct LossHeadImpl : torch::nn::Module {
+  explicit LossHeadImpl(int64_t dim) {
+    p = register_module("p", torch::nn::Linear(dim, dim));
+    for (auto& parameter : parameters()) parameter.set_requires_grad(false);
+  }
+  Tensor forward(const Tensor& x) { return p(x).square().sum(); }
+  torch::nn::Linear p = nullptr;
+};
+HP_MODULE(LossHead);
+
+TEST(FrozenInputs, InnerUnitsTheRootOfTheGraphAndInputsByHand) {
+  const auto make_head = [] {
+    LossHead head(6);
+    seed_parameters(*head, 9);
+    return head;
+  };
   const auto make = [] {
     std::vector<Outer> stack = {Outer(6), Outer(6)};
     for (std::size_t i = 0; i < 2; ++i) seed_parameters(*stack[i], i + 1);
@@ -366,9 +384,10 @@ TEST(FrozenInputs, InnerUnitsAndInputsByHand) {
   };
   std::vector<Outer> plain = make();
   const Tensor x = wave({3, 6}, 1).requires_grad_();
-  const auto run = [](std::vector<Outer>& stack, const Tensor& input) { return stack[1](stack[0](input)).square().sum(); };
-  run(plain, x).backward();
-  const Tensor by_hand = torch::autograd::grad({run(plain, x)}, {x})[0];
+  LossHead plain_head = make_head();
+  const auto run = [](std::vector<Outer>& stack, LossHead& head, const Tensor& input) { return head(stack[1](stack[0](input))); };
+  run(plain, plain_head, x).backward();
+  const Tensor by_hand = torch::autograd::grad({run(plain, plain_head, x)}, {x})[0];
   run_ranks(2, [&] {
     std::vector<Outer> stack = make();
     std::vector<HSDPModule> units;
@@ -377,18 +396,20 @@ TEST(FrozenInputs, InnerUnitsAndInputsByHand) {
       fully_shard(outer->inner, options);
       units.push_back(fully_shard(outer, options));
     }
+    LossHead head = make_head();
+    units.push_back(fully_shard(head, on_all(ShardLayout::kPerParameter, true)));
     for (int step = 0; step < 3; ++step) {
       const Tensor input = x.detach().requires_grad_();
       // Only some inputs: nobody tells what will run, so the units stay until the end.
-      EXPECT_TRUE(torch::equal(torch::autograd::grad({run(stack, input)}, {input})[0], by_hand));
+      EXPECT_TRUE(torch::equal(torch::autograd::grad({run(stack, head, input)}, {input})[0], by_hand));
       for (const HSDPModule& unit : units) EXPECT_FALSE(unit.is_unsharded());
-      const Tensor between = stack[0](input);
-      bool gathered = true;
-      between.register_hook([&](const Tensor&) { gathered = units[1].is_unsharded(); });
-      const auto last = [&](const Tensor& h) { return stack[1](h).square().sum(); };
-      // As the root of the graph or in the middle of it.
-      (step == 1 ? units[1].call(last, between) : last(between)).backward();
-      EXPECT_FALSE(gathered);
+      const Tensor first = stack[0](input), second = stack[1](first);
+      bool gathered[2] = {true, true};
+      first.register_hook([&](const Tensor&) { gathered[0] = units[1].is_unsharded(); });
+      second.register_hook([&](const Tensor&) { gathered[1] = units[2].is_unsharded(); });
+      head(second).backward();
+      EXPECT_FALSE(gathered[0]);
+      EXPECT_FALSE(gathered[1]);
       EXPECT_TRUE(torch::equal(input.grad(), x.grad()));
       for (std::size_t i = 0; i < 2; ++i) expect_same_bits(units[i], plain_gradients(*plain[i]));
       for (const HSDPModule& unit : units) unit.zero_grad();
