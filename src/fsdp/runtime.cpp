@@ -213,6 +213,9 @@ void Runtime::expect_segment(const std::vector<int>& segment, std::vector<Backwa
 void Runtime::enter_backward() {
   if (in_backward_) return;
   in_backward_ = true;
+  for (Unit* unit : units_) {
+    for (auto& group : unit->groups()) group->go_on_reading();
+  }
   backward_plan_.begin([this] {
     std::vector<BackwardEvent> expected;
     for (auto index = first_forwards_.rbegin(); index != first_forwards_.rend(); ++index) {
@@ -306,11 +309,13 @@ void Runtime::finish_backward() {
     catch_up({BackwardEvent::Kind::kGather, (*unit)->index});
     catch_up({BackwardEvent::Kind::kReduce, (*unit)->index});
   }
+  finish_reading();
   const bool completed = is_last_backward && complete_gradients();
   if (!is_last_backward) remember_unfinished(weak_from_this());
   for (Unit* unit : units_) unit->end_backward(completed);
   backward_plan_.finish();
   in_backward_ = false;
+  wait_for_readers();
 }
 
 bool Runtime::complete_gradients() {
@@ -382,6 +387,7 @@ void Runtime::reset() {
   presence_.clear();
   deferred_.clear();
   for (Unit* unit : units_) unit->reset();
+  finish_reading();
   if (forward_order_ != nullptr) forward_order_->abandon();
   forward_order_ = nullptr;
   in_backward_ = false;

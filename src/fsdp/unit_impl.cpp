@@ -198,7 +198,7 @@ void Unit::verify_once(bool& done, const char* what) {
   done = true;
 }
 
-void Unit::start_unshard() {
+void Unit::start_unshard(bool by_hand) {
   if (state_ != State::kSharded) return;
   gathered_pass_ = runtime_->pass();
   if (!reshard_after_backward) kept_version_ = version();
@@ -206,7 +206,8 @@ void Unit::start_unshard() {
     verify_once(gather_verified_, "all-gather");
     const trace::Span span("start unshard", name_);
     unshard_span_.start(trace::Lane::kGather, "unshard", name_);
-    for (auto& group : groups_) group->start_gather(runtime_->pool());
+    const GatherWay way{.pass = gathered_pass_, .map = maps() && !by_hand};
+    for (auto& group : groups_) group->start_gather(way, runtime_->pool());
   }
   has_parts_ = false;
   state_ = State::kUnsharding;
@@ -287,7 +288,8 @@ void Unit::start_hold(std::string_view op) {
   follow_module();
   refresh();
   for (auto& group : groups_) group->check_memory(op);
-  start_unshard();
+  leave_mapping();
+  start_unshard(/*by_hand=*/true);
   held = true;
 }
 
@@ -393,7 +395,7 @@ void Unit::post_backward(std::vector<at::Tensor> gradients) {
 }
 
 void Unit::free_after_backward() {
-  if (reshard_after_backward || state_ != State::kUnsharded) reshard();
+  if (reshard_after_backward || state_ != State::kUnsharded || mapped()) reshard();
 }
 
 void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
