@@ -36,6 +36,15 @@ def status_mib(key):
     raise KeyError(key)
 
 
+def proportional_mib():
+    """Resident memory, pages that several processes use in equal parts."""
+    with open("/proc/self/smaps_rollup") as file:
+        for line in file:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    raise KeyError("Pss")
+
+
 def clear_peak():
     """Makes VmHWM start again from the memory in use now."""
     with open("/proc/self/clear_refs", "w") as file:
@@ -134,6 +143,9 @@ def train(arguments, rank, world):
             rows["backward_ms"].append((backward - forward) * 1e3)
             rows["optimizer_ms"].append((end - backward) * 1e3)
     after = resource.getrusage(resource.RUSAGE_SELF)
+    dist.barrier()
+    rows["pss_mib"] = proportional_mib()
+    dist.barrier()
     steps = arguments.steps
     return rows | {
         "peak_mib": status_mib("VmHWM"),

@@ -12,9 +12,11 @@ class Column:
     # Steps whose loss must equal the reference's: None for the first ones, 1 where the ranks part ways after the first update, 0 where
     # nothing true is computed.
     loss_steps: int | None = None
+    environment: tuple = ()  # variables beside the caller's
 
 
-REFERENCE, OURS, DDP = "fsdp2", "ours", "ddp"
+# Ours is what a run on one host does by itself: shards are mapped. Over Gloo is what several hosts do.
+REFERENCE, OURS, DDP, GLOO, LIMIT = "fsdp2", "ours", "ddp", "ours-gloo", "none"
 
 
 def training_columns(dtype, quick):
@@ -24,10 +26,12 @@ def training_columns(dtype, quick):
         Column(REFERENCE, "PyTorch FSDP2", "torch", common + ("--mode", "fsdp2"), every_round=True),
         Column(OURS, "ours, ragged", "ours", common + ("--layout", "ragged"), every_round=True),
         Column(DDP, "PyTorch DDP", "torch", common + ("--mode", "ddp"), every_round=dtype == "fp32"),
+        Column(GLOO, "ours, over Gloo", "ours", common + ("--layout", "ragged"), every_round=True, environment=(("HP_SAMEHOST", "0"),)),
+        Column(LIMIT, "PyTorch, no communication", "torch", common + ("--mode", "none"), every_round=True, loss_steps=1),
+        Column("ours-copy", "ours, shared but copied", "ours", common + ("--layout", "ragged"), environment=(("HP_SAMEHOST", "copy"),)),
         Column("ours-per-parameter", "ours, per-parameter", "ours", common + ("--layout", "per-parameter")),
         Column("fsdp2-no-reshard", "FSDP2, no resharding", "torch", common + ("--mode", "fsdp2-no-reshard")),
         Column("ours-no-reshard", "ours, no resharding", "ours", common + ("--layout", "ragged", "--no-reshard")),
-        Column("none", "PyTorch, no communication", "torch", common + ("--mode", "none"), loss_steps=1),
         Column("ours-faked-peers", "ours, faked peers", "ours", common + ("--layout", "ragged", "--faked-peers"), loss_steps=0),
     ]
     return [column for column in columns if column.every_round or not quick]

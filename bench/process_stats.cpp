@@ -23,6 +23,14 @@ double status_mib(std::string_view key) {
   throw std::runtime_error("/proc/self/status has no " + std::string(key));
 }
 
+double proportional_mib() {
+  std::ifstream rollup("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(rollup, line);) {
+    if (line.starts_with("Pss:")) return std::stod(line.substr(4)) / 1024;
+  }
+  throw std::runtime_error("/proc/self/smaps_rollup has no Pss");
+}
+
 void clear_peak() {
   std::ofstream file("/proc/self/clear_refs");
   if (!(file << "5" << std::flush)) throw std::runtime_error("cannot write /proc/self/clear_refs");

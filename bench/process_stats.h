@@ -9,6 +9,8 @@ namespace bench {
 
 /// A line of /proc/self/status in MiB, e.g. "VmHWM" or "VmRSS".
 double status_mib(std::string_view key);
+/// Resident memory in MiB, pages that several processes use in equal parts.
+double proportional_mib();
 /// Makes VmHWM start again from the memory in use now.
 void clear_peak();
 /// Bytes that the peers of this process's TCP connections have acknowledged, over its whole life.

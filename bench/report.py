@@ -1,13 +1,15 @@
 """From the runs' figures to the table, the JSON file and the last line."""
 import statistics
 
-from columns import DDP, OURS, REFERENCE
+from columns import DDP, GLOO, LIMIT, OURS, REFERENCE
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # relative; the two sides sum gradients in different orders
 LOSS_STEPS = 5
 MEDIANS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 MEANS = ("sent_mb_per_step", "faults_per_step", "system_ms_per_step", "user_ms_per_step", "start_mib")
-TARGETS = {"fp32": (">=", 1.4), "bf16": (">=", 1.7), "host": ("<=", 0.05), "memory": ("<=", 0.8), "ddp": ("<=", 1.05)}
+TARGETS = {"fp32": (">=", 1.4), "bf16": (">=", 1.7), "host": ("<=", 0.05), "memory": ("<=", 0.8), "ddp": ("<=", 1.05),
+           "samehost_fp32": (">=", 1.7), "samehost_bf16": (">=", 2.3), "limit_fp32": ("<=", 1.05), "limit_bf16": ("<=", 1.12),
+           "dense_memory": ("<=", 0.75)}
 
 
 def step_means(run, key):
@@ -22,11 +24,13 @@ def summarise(runs, tokens_per_step):
     mean = {key: statistics.fmean(rank[key] for rank in ranks) for key in MEANS}
     if "counted_mb_per_step" in ranks[0]:
         mean["counted_mb_per_step"] = statistics.fmean(rank["counted_mb_per_step"] for rank in ranks)
+        mean["mapped_mb_per_step"] = statistics.fmean(rank["mapped_mb_per_step"] for rank in ranks)
         mean["engine_mib"] = ranks[0]["engine_mib"]
     return median | mean | {
         "round_step_ms": [statistics.median(step_means(run, "step_ms")) for run in runs],
         "tokens_per_s": tokens_per_step / median["step_ms"] * 1e3,
         "peak_mib": max(rank["peak_mib"] for rank in ranks),
+        "pss_mib": statistics.fmean(sum(rank["pss_mib"] for rank in run["ranks"]) for run in runs),
         "setup_peak_mib": max(rank["setup_peak_mib"] for rank in ranks),
         "loss": step_means(runs[0], "loss"),
         "other_cores": max(run["other_cores"] for run in runs),
@@ -60,7 +64,8 @@ def host_summary(run):
 
 
 def ratios(training, host):
-    """Ours over FSDP2's: speed (more is better), host time and memory (less is better)."""
+    """Ours over FSDP2's: speed (more is better), host time and memory (less is better). limit: our step time over the one without
+    any communication; dense_memory: what all ranks occupy together, each page once, over what they do on the Gloo path."""
     speed = {dtype: columns[REFERENCE]["step_ms"] / columns[OURS]["step_ms"] for dtype, columns in training.items()}
     fp32 = training["fp32"]
     return speed | {
@@ -68,6 +73,9 @@ def ratios(training, host):
         "host": max(host["1"][OURS]["total"], 0.0) / host["1"][REFERENCE]["total"],
         "memory": fp32[OURS]["peak_mib"] / fp32[REFERENCE]["peak_mib"],
         "ddp": fp32[OURS]["step_ms"] / fp32[DDP]["step_ms"],
+        **{f"samehost_{dtype}": value for dtype, value in speed.items()},
+        **{f"limit_{dtype}": columns[OURS]["step_ms"] / columns[LIMIT]["step_ms"] for dtype, columns in training.items()},
+        "dense_memory": fp32[OURS]["pss_mib"] / fp32[GLOO]["pss_mib"],
     }
 
 
@@ -82,14 +90,15 @@ def markdown(rows):
 def training_table(dtype, columns, summary):
     reference = summary[REFERENCE]
     rows = [[dtype, "ms/step", "by round", "tokens/s", "speed", "forward", "backward", "optimizer", "system ms", "faults", "sent MB",
-             "peak MiB"]]
+             "mapped MB", "peak MiB", "PSS MiB"]]
     for column in columns:
         s = summary[column.key]
         by_round = " ".join(f"{x:.0f}" for x in s["round_step_ms"])
         whole = ("forward_ms", "backward_ms", "optimizer_ms", "system_ms_per_step", "faults_per_step")
         rows.append([column.title, f"{s['step_ms']:.0f}", by_round, f"{s['tokens_per_s']:.0f}",
                      f"{reference['step_ms'] / s['step_ms']:.2f}", *(f"{s[key]:.0f}" for key in whole),
-                     f"{s['sent_mb_per_step']:.1f}", f"{s['peak_mib']:.0f}"])
+                     f"{s['sent_mb_per_step']:.1f}", f"{s.get('mapped_mb_per_step', 0):.1f}", f"{s['peak_mib']:.0f}",
+                     f"{s['pss_mib']:.0f}"])
     return markdown(rows)
 
 
@@ -98,7 +107,7 @@ def breakdown_table(training):
     rows = [["where our step goes, ms", "step", "compute and optimizer", "engine and its copies", "messages and waiting",
              "FSDP2 above the limit"]]
     for dtype, summary in training.items():
-        ours, faked, limit = (summary[key]["step_ms"] for key in (OURS, "ours-faked-peers", "none"))
+        ours, faked, limit = (summary[key]["step_ms"] for key in (OURS, "ours-faked-peers", LIMIT))
         rows.append([dtype] + [f"{x:.0f}" for x in (ours, limit, faked - limit, ours - faked, summary[REFERENCE]["step_ms"] - limit)])
     return markdown(rows)
 
@@ -124,7 +133,10 @@ def host_table(columns, host):
 
 def target_lines(values):
     names = {"fp32": "fp32, our speed over FSDP2's", "bf16": "bf16, our speed over FSDP2's", "host": "host time over FSDP2's, W=1",
-             "memory": "peak memory over FSDP2's", "ddp": "fp32, our step time over DDP's"}
+             "memory": "peak memory over FSDP2's", "ddp": "fp32, our step time over DDP's",
+             "samehost_fp32": "fp32, our speed with shared memory over FSDP2's", "samehost_bf16": "bf16, the same",
+             "limit_fp32": "fp32, our step time over that without communication", "limit_bf16": "bf16, the same",
+             "dense_memory": "memory of all ranks (PSS) over that of the Gloo path"}
     lines = []
     for key, (relation, limit) in TARGETS.items():
         met = values[key] >= limit if relation == ">=" else values[key] <= limit
@@ -133,4 +145,6 @@ def target_lines(values):
 
 
 def last_line(values):
-    return f"BENCH fp32={values['fp32']:.2f} bf16={values['bf16']:.2f} host={values['host']:.4f} memory={values['memory']:.2f}"
+    line = f"BENCH fp32={values['fp32']:.2f} bf16={values['bf16']:.2f} host={values['host']:.4f} memory={values['memory']:.2f}"
+    more = ("samehost_fp32", "samehost_bf16", "limit_fp32", "limit_bf16", "dense_memory")
+    return " ".join([line] + [f"{key}={values[key]:.2f}" for key in more])

@@ -59,7 +59,7 @@ class Runner:
     def run(self, column, world, warmup, steps):
         """One start of one column. Also says how busy the machine was with other things."""
         command = self.command(column, world, warmup, steps)
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = {k: v for k, v in os.environ.items() if k != "HP_SAMEHOST"} | {"OMP_NUM_THREADS": "1"} | dict(column.environment)
         start, busy, own = time.monotonic(), busy_seconds(), children_seconds()
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)

@@ -64,12 +64,13 @@ nlohmann::json train(const Options& options) {
 
   nlohmann::json rows = {{"step_ms", nlohmann::json::array()}};
   bench::Usage before;
-  std::int64_t sent = 0, counted = 0;
+  std::int64_t sent = 0, counted = 0, mapped = 0;
   for (int step = 0; step < options.warmup + options.steps; ++step) {
     if (step == options.warmup) {
       before = bench::usage();
       sent = bench::sent_bytes();
       counted = comm.counters().bytes_sent;
+      mapped = comm.counters().bytes_mapped;
     }
     const bench::Batch& batch = batches[static_cast<std::size_t>(step) % batches.size()];
     const auto start = Clock::now();
@@ -94,6 +95,11 @@ nlohmann::json train(const Options& options) {
   rows["start_mib"] = start_mib;
   rows["sent_mb_per_step"] = static_cast<double>(bench::sent_bytes() - sent) / steps / 1e6;
   rows["counted_mb_per_step"] = static_cast<double>(comm.counters().bytes_sent - counted) / steps / 1e6;
+  rows["mapped_mb_per_step"] = static_cast<double>(comm.counters().bytes_mapped - mapped) / steps / 1e6;
+  // Pages that several ranks use count in parts: all ranks must be there.
+  everyone.barrier();
+  rows["pss_mib"] = bench::proportional_mib();
+  everyone.barrier();
   rows["faults_per_step"] = static_cast<double>(after.minor_faults - before.minor_faults) / steps;
   rows["system_ms_per_step"] = (after.system_ms - before.system_ms) / steps;
   rows["user_ms_per_step"] = (after.user_ms - before.user_ms) / steps;
@@ -101,7 +107,9 @@ nlohmann::json train(const Options& options) {
   const auto memory = root.memory_use();
   rows["engine_mib"] = {{"shards", static_cast<double>(memory.shards) / kMib},
                         {"gradients", static_cast<double>(memory.gradients) / kMib},
-                        {"pool", static_cast<double>(memory.pool) / kMib}};
+                        {"pool", static_cast<double>(memory.pool) / kMib},
+                        {"copies", static_cast<double>(memory.copies) / kMib},
+                        {"mapped", static_cast<double>(memory.mapped) / kMib}};
   return rows;
 }
 

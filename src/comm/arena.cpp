@@ -1,11 +1,15 @@
 #include "comm/arena.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include <c10/core/CPUAllocator.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
+
+#include <hyper_parallel/core/log.h>
 
 namespace hyper_parallel {
 namespace {
@@ -29,16 +33,19 @@ void free_block(void* context) {
 
 }  // namespace
 
-std::shared_ptr<Arena> Arena::create(int neighbours) {
+std::shared_ptr<Arena> Arena::create(int neighbours, const Options& options) {
   const auto pages = static_cast<std::uint64_t>(std::max(::sysconf(_SC_PHYS_PAGES), 1L));
   const auto page = static_cast<std::uint64_t>(std::max(::sysconf(_SC_PAGESIZE), 1L));
   // Twice the machine's memory leaves room for fragments. Every rank maps all of its host: stay far below 47 bits of addresses.
   const auto most = (std::uint64_t{1} << 44) / static_cast<std::uint64_t>(std::max(neighbours, 1));
   const auto bytes = std::clamp(2 * pages * page, std::uint64_t{1} << 26, most);
-  return std::make_shared<Arena>(make_shared_file("hyper_parallel arena", round_up(bytes, std::max(page, kPage))));
+  return std::make_shared<Arena>(make_shared_file("hyper_parallel arena", round_up(bytes, std::max(page, kPage))), options);
 }
 
-Arena::Arena(SharedFile file) : file_(std::move(file)) {
+Arena::Arena(SharedFile file, const Options& options) : file_(std::move(file)), first_touch_(options.first_touch) {
+  if (options.huge_pages && ::madvise(file_.mapping->data(), file_.mapping->size(), MADV_HUGEPAGE) != 0) {
+    log::warn("shared memory without huge pages: madvise: ", std::strerror(errno));
+  }
   const auto bytes = file_.mapping->size();
   add_hole(kPage, {bytes - kPage, 0});  // the first page holds the file's id
 }
@@ -57,7 +64,14 @@ void Arena::copy_data(void* to, const void* from, std::size_t bytes) const { std
 
 std::optional<Arena::Range> Arena::take(std::size_t bytes) {
   const auto unit = bytes >= kPage ? kPage : kLine;
-  const auto size = round_up(std::max<std::uint64_t>(bytes, 1), unit);
+  const auto range = find_room(round_up(std::max<std::uint64_t>(bytes, 1), unit), unit);
+  if (range && first_touch_) {
+    for (std::uint64_t i = 0; i < range->bytes; i += kPage) *static_cast<volatile char*>(at(range->offset + i)) = 0;
+  }
+  return range;
+}
+
+std::optional<Arena::Range> Arena::find_room(std::uint64_t size, std::uint64_t unit) {
   const std::lock_guard lock(mutex_);
   collect_late();
   // The smallest hole that fits; one that only alignment makes too small is passed over.
@@ -139,7 +153,7 @@ void Arena::give_locked(const Range& range) {
   if (hole.dirty >= kWorthACall && dirty_ + hole.dirty > kKeep) {
     const auto start = round_up(offset, kPage);
     const auto end = (offset + hole.bytes) / kPage * kPage;
-    const bool gone = ::fallocate(file_.fd.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(start),
+    const bool gone = ::fallocate(file_.mapping->file(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(start),
                                   static_cast<off_t>(end - start)) == 0;
     if (gone) hole.dirty = 0;
   }

@@ -28,9 +28,15 @@ class Arena final : public c10::Allocator, public std::enable_shared_from_this<A
     std::uint64_t bytes = 0;
   };
 
+  /// See InitOptions.
+  struct Options {
+    bool huge_pages = false;
+    bool first_touch = false;
+  };
+
   /// The arena of one rank of a host that has about `neighbours` of them. SharedMemoryError when the system refuses.
-  static std::shared_ptr<Arena> create(int neighbours);
-  explicit Arena(SharedFile file);
+  static std::shared_ptr<Arena> create(int neighbours, const Options& options);
+  Arena(SharedFile file, const Options& options);
 
   /// Torch's CPU memory when no room is left.
   c10::DataPtr allocate(std::size_t bytes) override;
@@ -45,6 +51,7 @@ class Arena final : public c10::Allocator, public std::enable_shared_from_this<A
   /// Where `data` lies, if all of its `bytes` are in this arena.
   [[nodiscard]] std::optional<std::uint64_t> find(const void* data, std::size_t bytes) const noexcept;
   [[nodiscard]] char* at(std::uint64_t offset) const noexcept { return file_.mapping->data() + offset; }
+  [[nodiscard]] const Mapping& mapping() const noexcept { return *file_.mapping; }
   [[nodiscard]] const SharedFileAddress& address() const noexcept { return file_.address; }
   /// Bytes in blocks now.
   [[nodiscard]] std::uint64_t used() const;
@@ -62,12 +69,14 @@ class Arena final : public c10::Allocator, public std::enable_shared_from_this<A
   };
   using Holes = std::map<std::uint64_t, Hole>;
 
+  [[nodiscard]] std::optional<Range> find_room(std::uint64_t size, std::uint64_t unit);
   void add_hole(std::uint64_t offset, Hole hole);
   void erase_hole(Holes::iterator hole);
   void give_locked(const Range& range);
   void collect_late();
 
   SharedFile file_;
+  bool first_touch_;
   mutable std::mutex mutex_;
   Holes holes_;                                              ///< by offset; neighbours are always joined
   std::set<std::pair<std::uint64_t, std::uint64_t>> sizes_;  ///< (bytes, offset) of every hole

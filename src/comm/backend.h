@@ -7,17 +7,23 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "comm/futex.h"
+
 namespace at {
 class Tensor;
 }
 
 namespace hyper_parallel {
+
+class SharedSlices;
+struct SliceAddress;
 
 /// Why a message did not arrive, without stack trace.
 class TransportError : public std::runtime_error {
@@ -59,6 +65,17 @@ class Transport {
   virtual Handle receive_to_read(const at::Tensor& bytes, int peer, int tag) { return receive(bytes, peer, tag); }
   virtual const void* borrow(const Handle& /*handle*/) { return nullptr; }
   virtual void give_back(const Handle& /*handle*/) noexcept {}
+
+  /// Whether ranks can see slices of each other's memory side by side (Comm::gathered_buffer): then the next four work. Equal on
+  /// all ranks.
+  [[nodiscard]] virtual bool maps() const noexcept { return false; }
+  [[nodiscard]] virtual std::shared_ptr<SharedSlices> make_slices(std::size_t /*bytes*/) { return nullptr; }
+  /// SharedMemoryError.
+  virtual void connect(SharedSlices& /*slices*/, std::span<const SliceAddress> /*addresses*/) {}
+  /// Wakes the peers, after a word changed that they may wait for.
+  virtual void ring_peers() noexcept {}
+  /// Blocks until `value`, which rank `peer` writes, has reached `count`. Throws TransportError.
+  virtual void wait_for(Word& /*value*/, Word /*count*/, int /*peer*/, std::chrono::milliseconds /*timeout*/) {}
 
   /// What moves the bytes, e.g. "gloo".
   [[nodiscard]] virtual const char* name() const noexcept = 0;

@@ -17,6 +17,7 @@
 
 #include "comm/backend.h"
 #include "comm/reduce.h"
+#include "comm/shared_slices.h"
 
 namespace hyper_parallel {
 
@@ -50,6 +51,15 @@ struct RecordSlot {
   Label label;
 };
 
+/// What a GatheredBuffer points to.
+struct GatheredBuffer::Impl {
+  std::weak_ptr<Comm::Impl> comm;
+  std::shared_ptr<SharedSlices> slices;
+  Word published = 0;  ///< by this rank
+  Word finished = 0;
+  bool refused = false;  ///< connecting has failed
+};
+
 struct Message {
   Transport::Handle handle;
   int peer = -1;
@@ -74,15 +84,18 @@ struct Work::Impl {
   bool spread = false;                 ///< then send the result (own chunk of `tensor`) to all
   ReduceTask task;
   std::vector<const void*> rows;
-  at::Tensor tensor;     ///< output of a reduction
-  at::Tensor workspace;  ///< received rows
-  at::Tensor input;      ///< own rows
-  at::Tensor scratch;    ///< small receive space, kept with the pool
+  at::Tensor tensor;                               ///< output of a reduction
+  at::Tensor workspace;                            ///< received rows
+  at::Tensor input;                                ///< own rows
+  at::Tensor scratch;                              ///< small receive space, kept with the pool
+  std::shared_ptr<GatheredBuffer::Impl> gathered;  ///< wait until all slices are published, then complete the view
+  Word gathered_count = 0;                         ///< so often
 
   void run();
   void run_first_phase(std::chrono::steady_clock::time_point deadline);
   void wait_for(std::vector<Message>& messages, std::chrono::steady_clock::time_point deadline);
   void reduce_where_they_are();
+  void wait_for_slices(std::chrono::steady_clock::time_point deadline);
   void post_send(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes, int peer, std::uint32_t salt = 0);
   void post_receive(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes, int peer, std::uint32_t salt = 0,
                     bool late = false);
@@ -112,6 +125,7 @@ struct Comm::Impl {
 
   std::optional<std::pair<std::string, CommFailure>> broken;  ///< first failure: every later operation repeats it
   bool broken_by_timeout = false;
+  bool untold = false;  ///< peers may wait for a word that has changed since they were last woken
   std::vector<std::unique_ptr<Work::Impl>> pool;
   std::vector<Message> abandoned;  ///< of dropped works: their memory may still be written
 

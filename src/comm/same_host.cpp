@@ -74,20 +74,23 @@ class Meeting {
     }
     const auto verdict = agree("mapped", answer, &Meeting::verdict);
     if (verdict.front() == kNo) return say_no(name, verdict);
+    if (mailbox_.mapping != nullptr) mailbox_.mapping->close_file();
     return make_shared_transport(std::move(*group));
   }
 
  private:
   using Decide = std::string (Meeting::*)(const std::vector<std::string>&);
 
-  // "+" and, line by line: host, arena, on rank 0 the mailbox.
+  // "+" and, line by line: host, arena, whether to map, on rank 0 the mailbox.
   std::string offer() {
     if (world_.same_host == SameHost::kOff) return concat(kNo, kOff);
     try {
       std::string reason;
       arena_ = find_or_make_arena(world_, &reason);
       if (arena_ == nullptr) return concat(kNo, reason);
-      auto text = concat(kYes, host_id(), '\n', arena_->address().to_text());
+      // Shards that are to be mapped must lie in the arena.
+      const bool maps = world_.map && world_.allocator == nullptr;
+      auto text = concat(kYes, host_id(), '\n', arena_->address().to_text(), '\n', maps ? kYes : kNo);
       if (rank_ == 0) {
         mailbox_ = make_shared_file("hyper_parallel mailbox", Mailbox::file_bytes(size_));
         text += '\n' + mailbox_.address.to_text();
@@ -116,10 +119,11 @@ class Meeting {
     return store_->get_to_str(key);
   }
 
-  // "+" and, line by line, the mailbox and the arenas.
+  // "+" and, line by line, the mailbox, the arenas and whether all want to map.
   std::string plan(const std::vector<std::string>& offers) {
     auto text = concat(kYes, mailbox_.address.to_text());
     std::string host;
+    bool maps = true;
     std::size_t off = 0;
     for (const auto& offer : offers) off += offer == concat(kNo, kOff) ? 1 : 0;
     if (off == offers.size()) return std::string(1, kNo);
@@ -130,8 +134,9 @@ class Meeting {
       if (lines.at(0) != host)
         return concat(kNo, "ranks 0 and ", r, " are on different hosts, in different containers or of different users");
       text += '\n' + lines.at(1);
+      maps = maps && lines.at(2).front() == kYes;
     }
-    return text;
+    return text + '\n' + (maps ? kYes : kNo);
   }
 
   std::string verdict(const std::vector<std::string>& answers) {
@@ -142,8 +147,10 @@ class Meeting {
   }
 
   std::unique_ptr<SharedGroup> map(const std::vector<std::string>& addresses) {
-    if (addresses.size() != static_cast<std::size_t>(size_) + 1) throw SharedMemoryError("cut plan");
-    auto mailbox = map_shared_file(SharedFileAddress::from_text(addresses[0]), true);
+    if (addresses.size() != static_cast<std::size_t>(size_) + 2) throw SharedMemoryError("cut plan");
+    const auto mailbox_address = SharedFileAddress::from_text(addresses[0]);
+    auto mailbox = map_shared_file(mailbox_address, true);
+    if (!is_own_file(mailbox_address)) mailbox->close_file();
     if (mailbox->size() < Mailbox::file_bytes(size_)) throw SharedMemoryError("short mailbox");
     std::vector<SharedPeer> peers(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) {
@@ -159,7 +166,8 @@ class Meeting {
     }
     const int neighbours = world_.one_host ? world_.size : size_;
     return std::make_unique<SharedGroup>(SharedGroup{rank_, size_, Mailbox(std::move(mailbox), size_), arena_, std::move(peers),
-                                                     StoreNotes(store_), neighbours <= usable_cores()});
+                                                     StoreNotes(store_), neighbours <= usable_cores(),
+                                                     addresses.back().front() == kYes});
   }
 
   std::unique_ptr<Transport> say_no(const std::string& name, const std::string& decision) const {
@@ -180,7 +188,7 @@ class Meeting {
 std::shared_ptr<Arena> find_or_make_arena(World::Impl& world, std::string* reason) {
   if (world.arena == nullptr && world.same_host != SameHost::kOff) {
     try {
-      world.arena = Arena::create(world.size);
+      world.arena = Arena::create(world.size, {.huge_pages = world.huge_pages, .first_touch = world.first_touch});
     } catch (const SharedMemoryError& error) {
       if (reason != nullptr) *reason = error.what();
     }

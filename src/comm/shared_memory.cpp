@@ -58,8 +58,9 @@ FileDescriptor::~FileDescriptor() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-Mapping::Mapping(int fd, std::size_t bytes, bool writable) : bytes_(bytes) {
-  data_ = ::mmap(nullptr, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0);
+Mapping::Mapping(FileDescriptor file, std::size_t bytes, bool writable) : file_(std::move(file)), bytes_(bytes) {
+  const int access = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+  data_ = ::mmap(nullptr, bytes, access, MAP_SHARED | MAP_NORESERVE, file_.get(), 0);
   if (data_ == MAP_FAILED) refuse(concat("cannot map ", bytes >> 20, " MiB"));
   ::madvise(data_, bytes, MADV_DONTDUMP);  // a core file of the reserved range would fill the disk
 }
@@ -83,13 +84,12 @@ SharedFile make_shared_file(const char* name, std::size_t bytes) {
   int fd = ::memfd_create(name, kFlags | MFD_NOEXEC_SEAL);
   if (fd < 0 && errno == EINVAL) fd = ::memfd_create(name, kFlags);  // before Linux 6.3
   if (fd < 0) refuse("memfd_create");
-  SharedFile file{FileDescriptor(fd), nullptr, {}};
+  FileDescriptor owned(fd);
   if (::fchmod(fd, S_IRUSR | S_IWUSR) != 0) refuse("fchmod of a memfd");
   if (::ftruncate(fd, static_cast<off_t>(bytes)) != 0) refuse(concat("cannot reserve ", bytes >> 20, " MiB"));
   // A file that shrank under a mapping would end the process that reads there.
   if (::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) refuse("sealing a memfd");
-  file.mapping = std::make_shared<Mapping>(fd, bytes, true);
-  file.address = {::getpid(), fd, bytes, random_id()};
+  SharedFile file{std::make_shared<Mapping>(std::move(owned), bytes, true), {::getpid(), fd, bytes, random_id()}};
   std::memcpy(file.mapping->data(), file.address.id.data(), kIdLength);
   auto& all = registry();
   const std::lock_guard lock(all.mutex);
@@ -103,13 +103,13 @@ std::shared_ptr<Mapping> map_shared_file(const SharedFileAddress& address, bool 
     if (auto mine = find_mapping(address)) return mine;
   }
   const auto path = concat("/proc/", address.pid, "/fd/", address.fd);
-  const FileDescriptor fd(::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC));
+  FileDescriptor fd(::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC));
   if (!fd.valid()) refuse("cannot open " + path);
   struct stat about {};
   if (::fstat(fd.get(), &about) != 0) refuse("cannot examine " + path);
   const bool fits = S_ISREG(about.st_mode) && about.st_uid == ::geteuid() && std::cmp_equal(about.st_size, address.bytes);
   if (!fits) throw SharedMemoryError(path + " is not the announced file");
-  auto mapping = std::make_shared<Mapping>(fd.get(), address.bytes, writable);
+  auto mapping = std::make_shared<Mapping>(std::move(fd), address.bytes, writable);
   if (std::memcmp(mapping->data(), address.id.data(), kIdLength) != 0) {
     throw SharedMemoryError(path + " is the file of another run");
   }

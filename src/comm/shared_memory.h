@@ -22,7 +22,7 @@ class FileDescriptor {
   explicit FileDescriptor(int fd) noexcept : fd_(fd) {}
   FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   FileDescriptor& operator=(FileDescriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
+    FileDescriptor before(std::exchange(fd_, std::exchange(other.fd_, -1)));
     return *this;
   }
   ~FileDescriptor();
@@ -36,15 +36,20 @@ class FileDescriptor {
 /// A range of virtual memory over a shared file, unmapped at the end.
 class Mapping {
  public:
-  /// Maps the first `bytes` of `fd`. SharedMemoryError when the system refuses.
-  Mapping(int fd, std::size_t bytes, bool writable);
+  /// Maps the first `bytes` of `file`. SharedMemoryError when the system refuses.
+  Mapping(FileDescriptor file, std::size_t bytes, bool writable);
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
   [[nodiscard]] char* data() const noexcept { return static_cast<char*>(data_); }
   [[nodiscard]] std::size_t size() const noexcept { return bytes_; }
+  /// The file, from which parts can be mapped elsewhere.
+  [[nodiscard]] int file() const noexcept { return file_.get(); }
+  /// For a file of which no part will be mapped any more, by this process or another.
+  void close_file() noexcept { file_ = FileDescriptor(); }
 
  private:
+  FileDescriptor file_;
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
 };
@@ -61,9 +66,8 @@ struct SharedFileAddress {
   static SharedFileAddress from_text(const std::string& text);
 };
 
-/// A file of this process and its writable mapping. The first kSharedFileHeader bytes hold the id.
+/// A file of this process: its writable mapping. The first kSharedFileHeader bytes hold the id.
 struct SharedFile {
-  FileDescriptor fd;
   std::shared_ptr<Mapping> mapping;
   SharedFileAddress address;
 };

@@ -13,6 +13,7 @@
 
 #include "comm/shared_inbox.h"
 #include "comm/shared_outbox.h"
+#include "comm/shared_slices.h"
 
 namespace hyper_parallel {
 namespace {
@@ -69,6 +70,21 @@ class SharedTransport final : public Transport {
   }
 
   void wait(const Handle& handle, milliseconds timeout) override;
+  [[nodiscard]] bool maps() const noexcept override { return group_.maps; }
+  [[nodiscard]] std::shared_ptr<SharedSlices> make_slices(std::size_t bytes) override {
+    return std::make_shared<SharedSlices>(group_.arena, group_.rank, group_.size, bytes);
+  }
+  void connect(SharedSlices& slices, std::span<const SliceAddress> addresses) override {
+    std::vector<std::shared_ptr<Mapping>> arenas;
+    for (const auto& peer : group_.peers) arenas.push_back(peer.arena);
+    slices.connect(addresses, arenas);
+  }
+  void ring_peers() noexcept override {
+    for (int r = 0; r < group_.size; ++r) {
+      if (r != group_.rank) ring(seat(r).bell);
+    }
+  }
+  void wait_for(Word& value, Word count, int peer, milliseconds timeout) override;
   void abort() noexcept override;
   void publish(const std::string& key, const std::string& note) noexcept override { group_.notes.publish(key, note); }
   std::string read_note(const std::string& key, milliseconds patience) noexcept override {
@@ -105,6 +121,8 @@ class SharedTransport final : public Transport {
     return finished;
   }
   bool is_done(SharedMessage& message);
+  template <class Done, class Urge>
+  void wait_until(int peer, milliseconds timeout, Done done, Urge urge_peer);
   [[nodiscard]] bool has_closed(int peer) const { return word(seat(peer).closed).load(std::memory_order_acquire) != 0; }
   [[nodiscard]] bool has_died(int peer) const {
     const auto& process = group_.peers[static_cast<std::size_t>(peer)].process;
@@ -174,28 +192,41 @@ bool SharedTransport::spin(Word seen) {
   return false;
 }
 
-void SharedTransport::wait(const Handle& handle, milliseconds timeout) {
-  auto& message = *static_cast<SharedMessage*>(handle.get());
+template <class Done, class Urge>
+void SharedTransport::wait_until(int peer, milliseconds timeout, Done done, Urge urge_peer) {
   const auto deadline = Clock::now() + timeout;
   bool urged = false;
   while (true) {
     const auto seen = look(me_.bell);
-    if (is_done(message)) return;
-    // What it announced before it closed still counts.
-    if (has_closed(message.peer)) {
-      if (is_done(message)) return;
-      throw_closed(message.peer);
+    if (done()) return;
+    // What it did before it closed still counts.
+    if (has_closed(peer)) {
+      if (done()) return;
+      throw_closed(peer);
     }
     if (spin(seen)) continue;
-    if (!urged) urged = urge(message);
+    if (!urged) urged = urge_peer();
     const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
     if (left.count() <= 0) throw TransportError(TransportError::Kind::kTimeout, "timed out");
     if (sleep_on(me_.bell, seen, std::min(left, kLookAtPeers))) continue;
-    if (has_died(message.peer)) {
-      if (is_done(message)) return;
-      throw_closed(message.peer);
+    if (has_died(peer)) {
+      if (done()) return;
+      throw_closed(peer);
     }
   }
+}
+
+void SharedTransport::wait(const Handle& handle, milliseconds timeout) {
+  auto& message = *static_cast<SharedMessage*>(handle.get());
+  wait_until(
+      message.peer, timeout, [&] { return is_done(message); }, [&] { return urge(message); });
+}
+
+void SharedTransport::wait_for(Word& value, Word count, int peer, milliseconds timeout) {
+  check_open(peer);
+  if (has_reached(value, count)) return;
+  wait_until(
+      peer, timeout, [&] { return has_reached(value, count); }, [] { return true; });
 }
 
 void SharedTransport::help() {

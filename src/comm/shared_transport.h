@@ -18,6 +18,7 @@ struct SharedGroup {
   std::vector<SharedPeer> peers;  ///< by rank; the own one is empty
   StoreNotes notes;
   bool spin = false;  ///< there are cores enough to wait without sleeping for a moment
+  bool maps = false;  ///< gathered buffers may be mapped
 };
 
 std::unique_ptr<Transport> make_shared_transport(SharedGroup group);

@@ -149,7 +149,9 @@ void Work::Impl::reduce_where_they_are() {
   for (const auto& message : receives) {
     try {
       const void* there = comm->transport->borrow(message.handle);
-      if (there != nullptr) rows[static_cast<std::size_t>(message.peer)] = there;
+      if (there == nullptr) continue;
+      rows[static_cast<std::size_t>(message.peer)] = there;
+      comm->counters.bytes_mapped += task.numel * static_cast<std::int64_t>(c10::elementSize(task.input_type));
     } catch (const TransportError& error) {
       comm->fail(*this, message.peer, error);
     }
@@ -169,9 +171,24 @@ void Work::Impl::wait_for(std::vector<Message>& messages, Clock::time_point dead
   }
 }
 
+// Shards of all ranks, in place.
+void Work::Impl::wait_for_slices(Clock::time_point deadline) {
+  for (int r = 0; r < comm->size; ++r) {
+    if (r == comm->rank) continue;
+    try {
+      comm->transport->wait_for(gathered->slices->state(r).published, gathered_count, r, remaining(deadline));
+    } catch (const TransportError& error) {
+      comm->fail(*this, r, error);
+    }
+  }
+  gathered->slices->copy_edges();
+  gathered.reset();
+}
+
 /// Up to the local result; of an all_reduce in two phases, sends it. Once only.
 void Work::Impl::run_first_phase(Clock::time_point deadline) {
   if (comm->broken) comm->throw_broken(op);
+  if (gathered != nullptr) wait_for_slices(deadline);
   wait_for(receives, deadline);
   if (!reduce) receives.clear();
   if (overwrite) {
@@ -210,6 +227,7 @@ void Work::Impl::reset() noexcept {
   tensor.reset();
   workspace.reset();
   input.reset();
+  gathered.reset();
 }
 
 Work::Work(std::unique_ptr<Impl> impl) : impl_(impl.release()) {}

@@ -149,12 +149,16 @@ bool runs_on_one_host(const World::Impl& world) {
   return local != nullptr && std::to_string(world.size) == local;
 }
 
-SameHost same_host_from_environment() {
+void choose_same_host(World::Impl& world, const InitOptions& options) {
   const char* text = environment("HP_SAMEHOST");
   const std::string_view value = text == nullptr ? "1" : text;
-  if (value == "processes") return SameHost::kProcesses;
-  check_value(value == "0" || value == "1", kInit, "HP_SAMEHOST=\"", value, "\", want 0, 1 or processes");
-  return value == "1" ? SameHost::kOn : SameHost::kOff;
+  check_value(value == "0" || value == "1" || value == "copy" || value == "processes", kInit, "HP_SAMEHOST=\"", value,
+              "\", want 0, 1, copy or processes");
+  world.same_host = value == "0" ? SameHost::kOff : value == "processes" ? SameHost::kProcesses : SameHost::kOn;
+  if (options.samehost) world.same_host = *options.samehost ? SameHost::kOn : SameHost::kOff;
+  world.huge_pages = options.huge_pages;
+  world.first_touch = options.first_touch;
+  world.map = options.map_shards.value_or(value != "copy");
 }
 
 void apply_options(World::Impl& world, const InitOptions& options) {
@@ -177,7 +181,7 @@ void apply_options(World::Impl& world, const InitOptions& options) {
   world.timeout = options.timeout;
   world.fake = options.backend == "fake";
   world.allocator = options.allocator;
-  world.same_host = options.samehost ? (*options.samehost ? SameHost::kOn : SameHost::kOff) : same_host_from_environment();
+  choose_same_host(world, options);
 }
 
 World make_world(const InitOptions& options) {

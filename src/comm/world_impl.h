@@ -37,6 +37,8 @@ struct World::Impl {
   std::map<std::string, std::shared_ptr<Comm::Impl>> groups;  ///< by device type and rank list
   std::shared_ptr<void> device;                               ///< Gloo's network device, shared by the groups
   SameHost same_host = SameHost::kOff;
+  bool map = true;  ///< gathered parameters may be mapped instead of copied
+  bool huge_pages = false, first_touch = false;
   std::shared_ptr<Arena> arena;                               ///< this rank's memory that peers can read, once it is needed
   std::map<std::string, std::weak_ptr<Mapping>> peer_arenas;  ///< that groups have mapped, by id
 };

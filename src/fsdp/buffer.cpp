@@ -52,9 +52,18 @@ void SwappedBuffer::acquire(MemoryPool& pool) {
 void SwappedBuffer::release(MemoryPool& pool) {
   if (!live_) return;
   auto* storage = flat_.storage().unsafeGetStorageImpl();
-  pool.give({storage->set_data_ptr(at::DataPtr(nullptr, flat_.device())), block_bytes_});
+  at::DataPtr data = storage->set_data_ptr(at::DataPtr(nullptr, flat_.device()));
+  if (!std::exchange(lent_, false)) pool.give({std::move(data), block_bytes_});
   guard();
   live_ = false;
+}
+
+void SwappedBuffer::lend(at::DataPtr data) {
+  check_internal(!live_, "buffer", "acquired twice");
+  auto* storage = flat_.storage().unsafeGetStorageImpl();
+  storage->clear_data_ptr_access_error_msg_();
+  storage->set_data_ptr_noswap(std::move(data));
+  live_ = lent_ = true;
 }
 
 void SwappedBuffer::set_guard_message(std::string message) {

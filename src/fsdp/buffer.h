@@ -58,6 +58,9 @@ class SwappedBuffer {
   /// Contents are undefined afterwards.
   void acquire(MemoryPool& pool);
   void release(MemoryPool& pool);
+  /// Memory from elsewhere, until release.
+  void lend(at::DataPtr data);
+  [[nodiscard]] bool lent() const { return live_ && lent_; }
 
  private:
   void guard();
@@ -67,6 +70,7 @@ class SwappedBuffer {
   std::size_t bytes_ = 0;
   std::size_t block_bytes_ = 0;
   bool live_ = false;
+  bool lent_ = false;
 };
 
 }  // namespace hyper_parallel::fsdp

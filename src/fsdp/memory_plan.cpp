@@ -61,7 +61,7 @@ class Replay {
     order_ = root.reached(true);
     for (Unit* unit : order_) {
       units_.resize(std::max(units_.size(), static_cast<std::size_t>(unit->index) + 1));
-      for (const auto& group : unit->groups()) at(*unit).groups.emplace_back(group->footprint());
+      for (const auto& group : unit->groups()) at(*unit).groups.emplace_back(group->footprint(unit->maps()));
     }
     forward_order(root);
     backward_order(root);
@@ -241,6 +241,7 @@ MemoryUse plan_memory(Unit& root, const Accumulation& accumulation) {
     for (const auto& group : unit->groups()) {
       plan.shards += group->shard_bytes();
       plan.gradients += group->planned_grad_bytes();
+      plan.copies += group->planned_copy_bytes(unit->maps());
     }
   }
   using Gradients = Replay::Gradients;

@@ -87,7 +87,7 @@ void ParamGroup::fill_shard(const std::vector<ParameterSlot>& slots) {
   if (no_values) {
     shard_ = at::empty({layout_.shard_numel()}, master_.device(at::kMeta));
   } else {
-    shard_ = allocate_flat(layout_.shard_numel(), master_, host_allocator());
+    shard_ = allocate_shard();
     shard_.zero_();
   }
   for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -225,9 +225,10 @@ PendingComm ParamGroup::all_gather(const Comm& comm, const at::Tensor& output, c
   return comm.all_gather_single(output, input, {.label = options_.unit});
 }
 
-void ParamGroup::start_gather(MemoryPool& pool) {
+void ParamGroup::start_gather(const GatherWay& way, MemoryPool& pool) {
   if (aliased_) return;
   at::NoGradGuard no_grad;
+  if (start_mapping(way)) return;
   const std::int64_t n = layout_.shard_numel();
   regathering_ = has_part_;
   if (has_part_) {
@@ -256,6 +257,7 @@ void ParamGroup::start_gather(MemoryPool& pool) {
 void ParamGroup::finish_gather(MemoryPool& pool) {
   if (aliased_ || layout_.world() == 1) return;
   gather_.wait();
+  if (std::exchange(mapping_, false)) return full_.lend(gathered_slices_.view());
   if (layout_.in_place() || regathering_) return;
   at::NoGradGuard no_grad;
   full_.acquire(pool);
@@ -264,7 +266,8 @@ void ParamGroup::finish_gather(MemoryPool& pool) {
 }
 
 void ParamGroup::drop_gather(MemoryPool& pool) {
-  if (gather_.pending()) gather_.wait();
+  if (!std::exchange(mapping_, false) && gather_.pending()) gather_.wait();
+  gather_ = PendingComm();
   gathered_.release(pool);
   free_full(pool);
 }

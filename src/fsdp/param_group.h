@@ -3,6 +3,7 @@
 //
 //   shard  [S]     flat, master dtype, lives for ever          S_i = views, the registered leaves
 //   full   [F]     compute dtype, memory from the pool         P_i = views, what the model computes with
+//                  or what peers of the same host have: then in compute dtype each rank has a copy of its shard
 //   part   [F/k]   compute dtype, memory from the pool         what is left after forward when it is cut over k ranks
 //   grad   [S]     flat, from the first backward               S_i.grad (or the main gradients) = views
 //   pack   [W, S]  one row per receiving rank, memory from the pool
@@ -94,6 +95,12 @@ class PendingComm {
   CommWait custom_;
 };
 
+/// How to gather.
+struct GatherWay {
+  std::int64_t pass = 0;  ///< number of the forward pass: shards do not change within one
+  bool map = true;        ///< peers' memory will do: the unit is freed before anybody writes shards
+};
+
 /// Gathers, frees, and reduces one group. Knows no schedule: the unit says when.
 class ParamGroup {
  public:
@@ -140,13 +147,29 @@ class ParamGroup {
   void convert(at::ScalarType master, at::ScalarType compute, at::ScalarType reduce);
 
   /// From the shards, or, after cut(), from the parts that are left.
-  void start_gather(MemoryPool& pool);
+  void start_gather(const GatherWay& way, MemoryPool& pool);
   void finish_gather(MemoryPool& pool);
   /// Waits for a gather in flight and throws its result away.
   void drop_gather(MemoryPool& pool);
   void free_full(MemoryPool& pool);
   /// Keeps this rank's part of the gathered parameters and frees the rest. Without post_forward_comm: free_full.
   void cut(MemoryPool& pool);
+
+  // Shards that peers have mapped: docs/design/009-same-host.md.
+
+  /// The gathered parameters are, or are about to be, what peers have.
+  [[nodiscard]] bool mapped() const { return mapping_ || full_.lent(); }
+  /// A phase begins that may read what was gathered in an earlier one.
+  void go_on_reading() { reading_ = reading_ || full_.lent(); }
+  /// The phase is over: peers may write their shards as far as this rank is concerned. True if it had gathered any. Local.
+  bool finish_reading();
+  /// Waits until finish_reading was called by all ranks that gathered with this one. Afterwards this rank may write its shard.
+  void wait_for_readers();
+  /// Bytes besides the shard that mapping needs, and bytes of peers' memory that it shows.
+  [[nodiscard]] std::int64_t copy_bytes() const;
+  [[nodiscard]] std::int64_t mapped_bytes() const { return gathered_slices_.mapped_bytes(); }
+  /// What copy_bytes is once it was gathered. \param map see GatherWay
+  [[nodiscard]] std::int64_t planned_copy_bytes(bool map) const;
 
   /// Adds this rank's gradients (by parameter, undefined where there is none) to the local accumulation.
   void accumulate(std::vector<at::Tensor>& gradients, MemoryPool& pool);
@@ -167,7 +190,8 @@ class ParamGroup {
 
   /// Gives its gradient to parameter i after a reduction in which some rank had one for it.
   void install_grad(std::size_t i);
-  [[nodiscard]] GroupFootprint footprint() const;
+  /// \param map see GatherWay
+  [[nodiscard]] GroupFootprint footprint(bool map) const;
   /// Nobody to reduce with: gradients go straight into the flat gradient.
   [[nodiscard]] bool alone() const;
   /// Bytes that this group holds outside the pool.
@@ -196,6 +220,11 @@ class ParamGroup {
   enum class Stage { kIdle, kReduceScatter, kAllReduce, kSpread };
 
   void fill_shard(const std::vector<ParameterSlot>& slots);
+  [[nodiscard]] at::Tensor allocate_shard();
+  [[nodiscard]] bool can_map() const;
+  [[nodiscard]] bool maps_shard() const { return compute_.dtype() == master_.dtype(); }
+  [[nodiscard]] std::int64_t slice_bytes() const;
+  bool start_mapping(const GatherWay& way);
   void build_full_views();
   void rehome();
   void set_dtypes(at::ScalarType compute, at::ScalarType reduce);
@@ -241,6 +270,14 @@ class ParamGroup {
   PendingComm gather_;
   bool has_part_ = false;
   bool regathering_ = false;  ///< the gather in flight joins parts
+
+  GatheredBuffer gathered_slices_;   ///< where shards or their copies are mapped
+  at::Tensor copy_;                  ///< of the shard in the compute dtype, if that is another: this rank's slice
+  std::int64_t copied_in_pass_ = 0;  ///< when it was written
+  bool mapping_ = false;             ///< the gather in flight maps
+  bool reading_ = false;             ///< peers' slices are read in this phase
+  bool wait_due_ = false;            ///< between finish_reading and wait_for_readers
+  bool map_refused_ = false;         ///< by the system, on some rank
 
   at::ScalarType wire_dtype_ = at::kFloat;
   bool accum_dtype_differs_ = false;

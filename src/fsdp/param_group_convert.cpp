@@ -22,7 +22,7 @@ void ParamGroup::rehome() {
 void ParamGroup::materialize() {
   if (!on_meta()) return;
   at::NoGradGuard no_grad;
-  shard_ = allocate_flat(layout_.shard_numel(), master_, host_allocator());
+  shard_ = allocate_shard();
   shard_.zero_();
   rehome();
   for (auto& parameter : parameters_) {
@@ -89,7 +89,7 @@ void ParamGroup::convert(at::ScalarType master, at::ScalarType compute, at::Scal
   if (before.is_meta()) {
     shard_ = at::empty({layout_.shard_numel()}, before.options().dtype(master));
   } else {
-    shard_ = allocate_flat(layout_.shard_numel(), master_, host_allocator());
+    shard_ = allocate_shard();
     shard_.copy_(before);
   }
   for (auto& parameter : parameters_) {

@@ -126,14 +126,14 @@ std::int64_t ParamGroup::exchange_numel() const {
   return chunk * replicas_;
 }
 
-GroupFootprint ParamGroup::footprint() const {
+GroupFootprint ParamGroup::footprint(bool map) const {
   const auto bytes = [](std::int64_t numel, at::ScalarType dtype) {
     return static_cast<std::size_t>(numel) * c10::elementSize(dtype);
   };
   const std::int64_t n = layout_.shard_numel();
   const std::int64_t rows = n * layout_.world();
   GroupFootprint size{.trainable = trainable()};
-  if (!aliased_) size.full = bytes(full_.flat().numel(), options_.compute_dtype);
+  if (!aliased_ && !(map && can_map())) size.full = bytes(full_.flat().numel(), options_.compute_dtype);
   if (part_.defined()) size.part = bytes(part_.flat().numel(), options_.compute_dtype);
   if (!aliased_ && !layout_.in_place()) size.gathered = bytes(rows, options_.compute_dtype);
   if (alone()) return size;

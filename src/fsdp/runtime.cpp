@@ -243,6 +243,9 @@ void Runtime::expect_segment(const std::vector<int>& segment, std::vector<Backwa
 void Runtime::enter_backward() {
   if (in_backward_) return;
   in_backward_ = true;
+  for (Unit* unit : units_) {
+    for (auto& group : unit->groups()) group->go_on_reading();
+  }
   backward_plan_.begin([this] { return expected_backward(); });
   watch_ = FrozenWatch::start(units_);
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
@@ -331,12 +334,14 @@ void Runtime::finish_backward() {
     catch_up({BackwardEvent::Kind::kGather, (*unit)->index});
     catch_up({BackwardEvent::Kind::kReduce, (*unit)->index});
   }
+  finish_reading();
   const bool completed = is_last_backward && complete_gradients();
   if (!is_last_backward) remember_unfinished(weak_from_this());
   watch_.reset();
   for (Unit* unit : units_) unit->end_backward(completed);
   backward_plan_.finish();
   in_backward_ = false;
+  wait_for_readers();
 }
 
 bool Runtime::complete_gradients() {
@@ -409,6 +414,7 @@ void Runtime::reset() {
   deferred_.clear();
   watch_.reset();
   for (Unit* unit : units_) unit->reset();
+  finish_reading();
   if (forward_order_ != nullptr) forward_order_->abandon();
   forward_order_ = nullptr;
   in_backward_ = false;

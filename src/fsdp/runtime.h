@@ -52,6 +52,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// The unit's forward is over, that of the outermost one maybe not.
   void leave_forward(Unit& unit);
   void end_forward(bool completed);
+  /// The outermost forward has returned: no peer reads this rank's shards any more, or after an exception, this one no peer's.
+  void end_of_forward();
+  void leave_forward();
 
   /// These units, in this order, ran inside one checkpoint and will run again there.
   void remember_segment(const std::vector<Unit*>& units);
@@ -88,6 +91,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     Work exchange;
   };
   void agree();
+  void finish_reading();
+  void wait_for_readers();
   void renumber();
   void finish_backward();
   void catch_up(const BackwardEvent& event);

@@ -91,6 +91,8 @@ MemoryUse UnitHandle::memory_use() const {
     for (auto& group : unit->groups()) {
       use.shards += group->shard_bytes_held();
       use.gradients += group->grad_bytes();
+      use.copies += group->copy_bytes();
+      use.mapped += group->mapped_bytes();
     }
   }
   use.pool = static_cast<std::int64_t>(get().runtime().pool().capacity());
@@ -107,11 +109,13 @@ ForwardScope::~ForwardScope() {
     unit_.post_forward(member_, false);
   } catch (...) {  // the exception that is under way says what happened
   }
+  unit_.runtime().leave_forward();
 }
 
 void ForwardScope::finish() {
   finished_ = true;
   unit_.post_forward(member_, true);
+  unit_.runtime().end_of_forward();
 }
 
 bool ForwardScope::casts_inputs() const {

@@ -200,7 +200,7 @@ void Unit::verify_once(bool& done, const char* what) {
   done = true;
 }
 
-void Unit::start_unshard() {
+void Unit::start_unshard(bool by_hand) {
   if (state_ != State::kSharded) return;
   gathered_pass_ = runtime_->pass();
   if (!reshard_after_backward) kept_version_ = version();
@@ -209,7 +209,8 @@ void Unit::start_unshard() {
     const trace::Span span("start unshard", name_);
     unshard_span_.start(trace::Lane::kGather, "unshard", name_);
     state_ = State::kUnsharding;  // also if a gather throws: reshard() drops those before it
-    for (auto& group : groups_) group->start_gather(runtime_->pool());
+    const GatherWay way{.pass = gathered_pass_, .map = maps() && !by_hand};
+    for (auto& group : groups_) group->start_gather(way, runtime_->pool());
   }
   has_parts_ = false;
   state_ = State::kUnsharding;
@@ -291,9 +292,10 @@ void Unit::start_hold(std::string_view op) {
   follow_module();
   refresh();
   for (auto& group : groups_) group->check_memory(op);
+  leave_mapping();
   by_hand_ = true;
   frozen_ = Frozen::kUnknown;
-  start_unshard();
+  start_unshard(/*by_hand=*/true);
   held = true;
 }
 
@@ -414,7 +416,7 @@ void Unit::post_backward(std::vector<at::Tensor> gradients) {
 }
 
 void Unit::free_after_backward() {
-  if (reshard_after_backward || state_ != State::kUnsharded) reshard();
+  if (reshard_after_backward || state_ != State::kUnsharded || mapped()) reshard();
 }
 
 void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {

@@ -61,7 +61,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void refresh();
   /// The user gathers by hand, in call `op`; see `held`.
   void start_hold(std::string_view op);
-  void start_unshard();
+  void start_unshard(bool by_hand = false);
   void finish_unshard();
   void reshard();
   /// Packs `gradients` (zeros where undefined), frees the parameters and starts the reduction.
@@ -137,6 +137,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool reshard_after_backward = true;
   bool unshard_in_backward = true;
   bool reduce_scatter_unused_params = true;
+  /// Its gathers may show peers' shards: it is freed before these change.
+  [[nodiscard]] bool maps() const { return reshard_after_backward; }
   [[nodiscard]] bool gathers_in_backward() const { return unshard_in_backward || recomputed; }
   using PrefetchList = std::optional<std::vector<std::weak_ptr<Unit>>>;
   PrefetchList forward_prefetch, backward_prefetch;
@@ -171,6 +173,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void sync_requires_grad();
   void verify_once(bool& done, const char* what);
   void readopt();
+  void leave_mapping();
+  [[nodiscard]] bool mapped() const;
   void cut();
   void free_after_backward();
   void begin_pass();

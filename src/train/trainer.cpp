@@ -90,6 +90,22 @@ auto on_all_ranks_alike(F&& f) {
   }
 }
 
+/// Every group of ranks over which `root` gathers or reduces, and what moves its bytes.
+std::string transports(const HSDPModule& root, bool maps) {
+  std::vector<std::string> lines;
+  for (const auto& group : root.groups()) {
+    for (const Comm& comm : {group.shard_comm, group.replicate_comm}) {
+      if (!comm.defined() || comm.size() == 1) continue;
+      const auto line = concat(comm.name(), ": ", comm.transport_name(),
+                               maps && comm.maps_slices() && comm.ranks() == group.shard_comm.ranks() ? ", shards mapped" : "");
+      if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(line);
+    }
+  }
+  std::string text;
+  for (const std::string& line : lines) text += (text.empty() ? "" : "; ") + line;
+  return text.empty() ? "none" : text;
+}
+
 class Trainer {
  public:
   Trainer(const Config& config, const World& world)
@@ -175,11 +191,12 @@ void Trainer::announce() {
                          format_count(splits.validation.tokens()), " to validate on"));
   progress_.print(concat("Batch      ", config_.train.batch_size, " sequences of ", config_.data.seq_len, " tokens = ",
                          world_.size(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
-  progress_.print(concat("Transport  ", comm_.transport_name()));
   begin_micro_batch(true);
   const std::string kind = plan_.accumulation > 1 ? accumulation_of(config_.parallel) : "each";
   const fsdp::MemoryUse engine = root_.plan_memory({.local = kind == "local", .partial = kind == "partial"});
-  progress_.print(memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool, updater_->state_bytes()}));
+  progress_.print(concat("Transport  ", transports(root_, engine.copies > 0)));
+  progress_.print(
+      memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool + engine.copies, updater_->state_bytes()}));
 }
 
 void Trainer::build() {
@@ -345,7 +362,9 @@ void Trainer::finish() {
   });
   const fsdp::MemoryUse use = root_.memory_use();
   progress_.print(concat("\nEngine     parameter shards ", format_bytes(use.shards), ", gradient shards ",
-                         format_bytes(use.gradients), ", pool for gathered units and reductions ", format_bytes(use.pool)));
+                         format_bytes(use.gradients), ", pool for gathered units and reductions ",
+                         format_bytes(use.pool + use.copies),
+                         use.mapped > 0 ? concat(", seen in place of other ranks ", format_bytes(use.mapped)) : ""));
   progress_.print(concat("Files      ", result_.dir.string(), "/: config.toml metrics.jsonl loss.svg",
                          config_.sample.prompts.empty() ? "" : " samples.txt"));
   if (trace_.wanted()) progress_.print(concat("Trace      ", trace_.summary()));

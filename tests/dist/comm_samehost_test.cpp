@@ -20,6 +20,7 @@
 #include "support/counting_allocator.h"
 #include "support/message_of.h"
 #include "support/rank_threads.h"
+#include "support/same_host_mode.h"
 
 namespace hyper_parallel {
 namespace {
@@ -28,25 +29,10 @@ using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::Mode;
 using testing::RankOptions;
 using testing::run_ranks;
 using torch::Tensor;
-
-/// HP_SAMEHOST while it lives.
-class Mode {
- public:
-  explicit Mode(const char* value) {
-    const char* before = std::getenv("HP_SAMEHOST");
-    if (before != nullptr) before_ = before;
-    ::setenv("HP_SAMEHOST", value, 1);
-  }
-  Mode(const Mode&) = delete;
-  Mode& operator=(const Mode&) = delete;
-  ~Mode() { before_ ? ::setenv("HP_SAMEHOST", before_->c_str(), 1) : ::unsetenv("HP_SAMEHOST"); }
-
- private:
-  std::optional<std::string> before_;
-};
 
 enum class Memory { kTorch, kGroup };
 
@@ -408,7 +394,7 @@ TEST(Choice, GroupsWithoutPeers) {
 TEST(Choice, ABadVariableIsNamed) {
   const Mode bad("maybe");
   EXPECT_EQ(message_of<ValueError>([] { init_process_group({.rank = 0, .world_size = 1}); }),
-            "[init_process_group] HP_SAMEHOST=\"maybe\", want 0, 1 or processes");
+            "[init_process_group] HP_SAMEHOST=\"maybe\", want 0, 1, copy or processes");
 }
 
 std::int64_t status_kilobytes(const std::string& key) {

@@ -142,6 +142,7 @@ TEST_P(CollectiveCount, IsThatOfTheTable) {
   TraceRecording recording(folder.file("t-%r.json"));
   std::map<std::string, UnitSize> sizes;
   std::array<int64_t, kSteps> counted{};  // by the groups' own counters
+  bool maps = false;
   run_ranks(ranks_of(mesh), [&](int rank) {
     const Net net = make_net(c.net);
     c.before_wrapping(net);
@@ -176,6 +177,7 @@ TEST_P(CollectiveCount, IsThatOfTheTable) {
       if (rank == 0) counted[static_cast<std::size_t>(step)] = calls() - before;
     }
     if (rank == 0) sizes = sizes_of(net);
+    if (rank == 0) maps = root.memory_use().copies > 0;
   });
   recording.stop();
   const std::vector<Counts> steps = traced_counts(folder.file("t-0.json"));
@@ -194,6 +196,7 @@ TEST_P(CollectiveCount, IsThatOfTheTable) {
     for (const auto& [unit, size] : sizes) {
       const PerGroup each = c.want(unit);
       first[{kGather, "order of units"}] += (gathers && each.gathers > 0 ? 1 : 0) + (each.reductions > 0 ? 1 : 0);
+      if (maps && each.gathers > 0) first[{kGather, "mapped shards"}] += 2 * size.gathered;
     }
   }
   EXPECT_EQ(text_of(steps[0]), text_of(first));

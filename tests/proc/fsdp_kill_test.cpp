@@ -1,5 +1,9 @@
 // A rank dies in the middle of training: the others stop in time with the operation, the unit and the peer.
+#include <cerrno>
 #include <csignal>
+#include <cstdlib>
+#include <random>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -28,7 +32,7 @@ TEST_P(KillTraining, SurvivorsStopWithNames) {
     if (r == victim) continue;
     auto& rank = ranks[static_cast<std::size_t>(r)];
     EXPECT_EQ(rank.wait(30s), 3) << rank.output();
-    EXPECT_THAT(rank.output(), AllOf(ContainsRegex("Error: \\[(all_gather|reduce_scatter)_single\\] peer rank"),
+    EXPECT_THAT(rank.output(), AllOf(ContainsRegex("Error: \\[(all_gather_single|reduce_scatter_single|barrier)\\] peer rank"),
                                      HasSubstr("(global 1)"), HasSubstr("closed the connection")));
     EXPECT_THAT(rank.output(), ContainsRegex("(unit u[1-4]|unit u2.inner|unit Net|gradients present)"));
     EXPECT_THAT(rank.output(), Not(HasSubstr("frame #")));
@@ -37,6 +41,30 @@ TEST_P(KillTraining, SurvivorsStopWithNames) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, KillTraining, ::testing::Values(2, 3));
+
+// Mapped shards are in no file system: whatever rank is killed at whatever moment, the others stop and the memory goes with the
+// last of them.
+TEST(KillTrainingAtRandom, LeavesNoProcess) {
+  const char* wish = std::getenv("HP_TEST_KILLS");
+  const int kills = wish == nullptr ? 8 : std::atoi(wish);
+  std::mt19937 random(11);
+  for (int i = 0; i < kills; ++i) {
+    const int world = 2 + i % 3;
+    auto ranks = start_ranks(world, HP_FSDP_PROGRAM, {"15000"}, {{"HP_SAMEHOST", "1"}});
+    for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for_output("training", 60s)) << rank.output();
+    const auto victim = random() % static_cast<unsigned>(world);
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 100'000));
+    ranks[victim].kill(SIGKILL);
+    for (unsigned r = 0; r < ranks.size(); ++r) {
+      EXPECT_EQ(ranks[r].wait(30s), r == victim ? 128 + SIGKILL : 3) << "kill " << i << ": " << ranks[r].output();
+      if (r != victim) {
+        EXPECT_THAT(ranks[r].output(), HasSubstr("closed the connection")) << "kill " << i;
+      }
+      EXPECT_EQ(::kill(ranks[r].pid(), 0), -1);
+      EXPECT_EQ(errno, ESRCH) << "process " << ranks[r].pid() << " is still there";
+    }
+  }
+}
 
 TEST(FreezeTraining, TimesOutWithNames) {
   auto ranks = start_ranks(2, HP_FSDP_PROGRAM, {"2000"});

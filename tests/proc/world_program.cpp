@@ -1,11 +1,21 @@
 // One rank of the process tests: `world_program <mode> [timeout in ms]`. Exit codes: 0 fine, 2 ValueError, 3 CommError, 4
-// anything else.
+// anything else. REFUSE=<system call>: the kernel refuses it from the start. HIDE_SHM: /dev/shm is empty and cannot be written.
+#include <array>
+#include <cerrno>
 #include <chrono>
+#include <cstddef>
 #include <cstdlib>
+#include <cstring>
 #include <iostream>
 #include <string_view>
 #include <thread>
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <torch/torch.h>
 
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -29,6 +39,28 @@ void host_store() {
   std::this_thread::sleep_for(std::chrono::minutes(2));
 }
 
+[[noreturn]] void give_up(const char* what) {
+  std::cout << "cannot " << what << ": " << std::strerror(errno) << std::endl;
+  std::exit(5);
+}
+
+// What a container's seccomp profile does.
+void refuse(std::string_view name) {
+  const std::uint32_t number = name == "memfd_create" ? SYS_memfd_create : name == "pidfd_open" ? SYS_pidfd_open : 0xffffffff;
+  std::array<sock_filter, 4> code = {
+      {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)), BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 1),
+       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM), BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)}};
+  const sock_fprog program{code.size(), code.data()};
+  const bool done = ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+  if (!done) give_up("install a filter");
+}
+
+void hide_shm() {
+  const bool done = ::unshare(CLONE_NEWNS) == 0 && ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+                    ::mount("none", "/dev/shm", "tmpfs", MS_RDONLY, nullptr) == 0;
+  if (!done) give_up("hide /dev/shm");
+}
+
 void run(std::string_view mode, std::chrono::milliseconds timeout) {
   if (mode == "agent") return host_store();
   const auto world = hp::init_process_group({.timeout = timeout});
@@ -41,7 +73,8 @@ void run(std::string_view mode, std::chrono::milliseconds timeout) {
   if (mode == "sum") {
     const auto tensor = torch::full({1000}, world.rank() + 1.0F);
     group.all_reduce(tensor).wait();
-    std::cout << "sum " << tensor[999].item<float>() << std::endl;
+    std::cout << "sum " << tensor[999].item<float>() << ", " << group.transport_name() << (group.maps_slices() ? ", maps" : "")
+              << std::endl;
     return;
   }
   const std::int64_t n = 200'000;
@@ -59,6 +92,8 @@ int main(int argc, char** argv) {
   const std::string_view mode = argc > 1 ? argv[1] : "init";
   const std::chrono::milliseconds timeout(argc > 2 ? std::atoi(argv[2]) : 20'000);
   at::set_num_threads(1);
+  if (const char* name = std::getenv("REFUSE")) refuse(name);
+  if (std::getenv("HIDE_SHM") != nullptr) hide_shm();
   try {
     run(mode, timeout);
     return 0;

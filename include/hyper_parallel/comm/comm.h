@@ -17,7 +17,8 @@ class Tensor;
 }
 namespace c10 {
 struct Allocator;
-}
+class DataPtr;
+}  // namespace c10
 
 namespace hyper_parallel {
 
@@ -75,11 +76,16 @@ struct AllReduceOptions {
   std::optional<std::chrono::milliseconds> timeout = {};
 };
 
-/// Payload counters of one group on this rank (bytes that this rank sent to and received from peers; headers not counted).
+/// Payload counters of one group on this rank (bytes that this rank sent to and received from peers; headers not counted). Equal
+/// on every path, but for `bytes_mapped`.
 struct CommCounters {
   std::int64_t calls = 0;
   std::int64_t bytes_sent = 0;
   std::int64_t bytes_received = 0;
+  /// Of these, bytes that this rank read where the peer has them: mapped slices, and rows that were summed in place.
+  std::int64_t bytes_mapped = 0;
+  /// Received bytes that were moved.
+  [[nodiscard]] std::int64_t bytes_copied() const { return bytes_received - bytes_mapped; }
 };
 
 /// One line of the flight recorder.
@@ -89,6 +95,42 @@ struct FlightRecord {
   std::string label;
   std::int64_t bytes = 0;
   enum class State { kStarted, kDone, kFailed } state = State::kStarted;
+};
+
+/// Memory of a group whose ranks share a host: `size()` equal slices, one written by each rank, which every rank sees side by
+/// side in a read-only view, so that a gather moves nothing. A cheap handle. See docs/design/009-same-host.md.
+///
+/// The slices of the peers may be read from the end of `publish(...).wait()` until `finish_reading`; a rank may write its own
+/// whenever no peer reads, that is between `wait_for_readers` and the next `publish`. Thread safety: that of its Comm.
+class HP_API GatheredBuffer {
+ public:
+  GatheredBuffer() = default;
+  [[nodiscard]] bool defined() const noexcept { return impl_ != nullptr; }
+  /// This rank's slice, to write. Lives as long as the last one that was returned.
+  [[nodiscard]] c10::DataPtr own() const;
+  /// Maps the slices of all ranks, once, before the first `publish`. Collective; false on all ranks, for ever, if one of them
+  /// cannot (rank 0 logs why). CommError, TimeoutError.
+  [[nodiscard]] bool connect(const CommOptions& options = {}) const;
+  [[nodiscard]] bool connected() const;
+  /// An all-gather: says that this rank's slice is complete. After `wait`, those of all ranks are and the view shows them.
+  [[nodiscard]] Work publish(const CommOptions& options = {}) const;
+  /// All slices, one after the other; to read only. Page boundaries that do not fall between slices are copies of this rank's
+  /// own.
+  [[nodiscard]] c10::DataPtr view() const;
+  /// This rank has done with reading. As often on every rank. Local.
+  void finish_reading() const;
+  /// Waits until all ranks have called `finish_reading` as often as this one. Collective; CommError, TimeoutError.
+  void wait_for_readers(const CommOptions& options = {}) const;
+  /// Bytes of the view that show peers' memory.
+  [[nodiscard]] std::int64_t mapped_bytes() const;
+  /// Bytes of the view on pages of this rank's own, with slices of `slice_bytes` of `ranks` ranks.
+  [[nodiscard]] static std::int64_t private_bytes(std::int64_t slice_bytes, int ranks);
+
+  struct Impl;  // src/comm
+  explicit GatheredBuffer(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+ private:
+  std::shared_ptr<Impl> impl_;
 };
 
 /// Collectives over one process group; a cheap value. Every member function that moves data is collective: all ranks of the group
@@ -148,6 +190,11 @@ class HP_API Comm {
 
   /// Where buffers that this group sends from and receives into should get their memory.
   [[nodiscard]] c10::Allocator* allocator() const;
+  /// Whether gathered_buffer gives buffers: the ranks share memory, more than one, in arenas of their own, and mapping is not
+  /// switched off (InitOptions). Equal on all ranks. Local.
+  [[nodiscard]] bool maps_slices() const;
+  /// A gathered buffer of slices of `slice_bytes` > 0 bytes, the same on all ranks; undefined unless maps_slices(). Local.
+  [[nodiscard]] GatheredBuffer gathered_buffer(std::int64_t slice_bytes) const;
 
   struct Impl;  // src/comm
   explicit Comm(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}

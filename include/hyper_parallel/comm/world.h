@@ -29,10 +29,20 @@ struct InitOptions {
   /// A c10d::Store through which the ranks meet; used for one world only (wrap it in a PrefixStore for another).
   c10::intrusive_ptr<c10::intrusive_ptr_target> store = {};
   /// Whether groups whose ranks all run on one host talk through memory that they share; false: always through the network.
-  /// Default: what the environment variable HP_SAMEHOST says (0 or 1), else true. One rank's false is enough.
+  /// Default: what the environment variable HP_SAMEHOST says (0, 1 or copy), else true. One rank's false is enough.
   std::optional<bool> samehost = {};
+  /// Whether such groups also map the shards of units in the ragged layout into each other instead of copying them; false: no.
+  /// Default: not if HP_SAMEHOST is "copy". One rank's false is enough.
+  std::optional<bool> map_shards = {};
+  /// Ask for huge pages for that memory. The system must allow them for shared memory ("advise" or "always" in
+  /// /sys/kernel/mm/transparent_hugepage/shmem_enabled), or nothing changes but one line of the log.
+  bool huge_pages = false;
+  /// Write to each page of a buffer when it is allocated and not when it is first used: then it lies on the NUMA node of the rank
+  /// that owns it, whoever uses it first, and the steps meet no fresh pages. Buffers occupy all of their memory from the start.
+  bool first_touch = false;
   /// Memory of the buffers that groups send from and receive into; default: memory that the ranks of the host share, or torch's
-  /// CPU allocator where they do not. Must outlive the world. Messages from other memory are copied once more.
+  /// CPU allocator where they do not. Must outlive the world. Messages from other memory are copied once more, and no shards are
+  /// mapped.
   c10::Allocator* allocator = nullptr;
 };
 

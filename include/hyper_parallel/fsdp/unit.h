@@ -72,7 +72,10 @@ struct MemoryUse {
   std::int64_t shards = 0;     ///< flat shards
   std::int64_t gradients = 0;  ///< flat sharded gradients
   std::int64_t pool = 0;       ///< gathered parameters, reduce and receive buffers: everything taken from the pool so far
-  [[nodiscard]] std::int64_t total() const { return shards + gradients + pool; }
+  std::int64_t copies = 0;     ///< what mapping shards of a host's ranks needs: this rank's in the compute dtype, page boundaries
+  std::int64_t mapped = 0;     ///< shards and copies of other ranks of the host that are seen in place; no memory of this rank
+  /// Memory of this rank; shards and copies are what its peers see in place.
+  [[nodiscard]] std::int64_t total() const { return shards + gradients + pool + copies; }
 };
 
 /// How the steps that UnitHandle::plan_memory looks at accumulate gradients.
