@@ -15,6 +15,7 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/group_layout.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/init.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/policy.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/source_shard.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/unit.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/zero.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/hyper_parallel.h

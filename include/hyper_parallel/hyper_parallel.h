@@ -8,6 +8,7 @@
 #include <hyper_parallel/dtensor/dtensor.h>
 #include <hyper_parallel/fsdp/init.h>
 #include <hyper_parallel/fsdp/policy.h>
+#include <hyper_parallel/fsdp/source_shard.h>
 #include <hyper_parallel/fsdp/unit.h>
 #include <hyper_parallel/fsdp/zero.h>
 #include <hyper_parallel/mesh/device_mesh.h>
