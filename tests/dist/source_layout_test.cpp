@@ -55,7 +55,7 @@ std::pair<int64_t, int64_t> chunk(int64_t n, const std::vector<std::pair<int64_t
   return {begin, n};
 }
 
-/// What this rank holds of a whole tensor: source axes cut from the last to the first (plain Shard), FSDP last of all.
+/// What this rank holds of a whole tensor: source axes in mesh order (plain Shard), FSDP last.
 torch::Tensor brute_force_part(const torch::Tensor& whole, const Drawn& parameter, const DeviceMesh& source,
                                const DeviceMesh& fsdp, bool fsdp_cuts) {
   torch::Tensor part = whole;

@@ -131,7 +131,7 @@ struct TpBlockImpl : torch::nn::Module {
 };
 HP_MODULE(TpBlock);
 
-struct TpNetImpl : torch::nn::Module {
+struct TpNetImpl : torch::nn::Module, SourceBoundary {
   static constexpr int64_t kDim = 10, kVocab = 11;
   explicit TpNetImpl(std::vector<int64_t> hidden = {8, 7}) {
     table = register_parameter("table", torch::empty({kVocab, kDim}));
@@ -154,6 +154,11 @@ struct TpNetImpl : torch::nn::Module {
     if (!tp.comm.defined()) return torch::matmul(h, head.t());
     return GatherOut::apply(torch::matmul(CopyIn::apply(h, &tp), head.t()), 2, kVocab, &tp);
   }
+  void bind_source(const SourceBinding& binding) override {
+    bound = binding;
+    tp.comm = binding.meshes.dense.get_group(std::int64_t{0});
+  }
+  SourceBinding bound;
   TpContext tp;
   torch::Tensor table, head;
   std::vector<TpBlock> blocks;
