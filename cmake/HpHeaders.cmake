@@ -15,10 +15,12 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/group_layout.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/init.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/policy.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/source_shard.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/unit.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/zero.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/hyper_parallel.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/mesh/device_mesh.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/apply_plan.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/checkpoint.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/fully_shard.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/init.h
@@ -32,4 +34,6 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/grad_scaler.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/lr_schedule.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/muon.h
-  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/sgd.h)
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/sgd.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/plan/sharding_plan.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/plan/source_shard_info.h)

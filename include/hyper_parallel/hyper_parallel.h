@@ -8,9 +8,11 @@
 #include <hyper_parallel/dtensor/dtensor.h>
 #include <hyper_parallel/fsdp/init.h>
 #include <hyper_parallel/fsdp/policy.h>
+#include <hyper_parallel/fsdp/source_shard.h>
 #include <hyper_parallel/fsdp/unit.h>
 #include <hyper_parallel/fsdp/zero.h>
 #include <hyper_parallel/mesh/device_mesh.h>
+#include <hyper_parallel/nn/apply_plan.h>
 #include <hyper_parallel/nn/checkpoint.h>
 #include <hyper_parallel/nn/fully_shard.h>
 #include <hyper_parallel/nn/init.h>
@@ -24,3 +26,5 @@
 #include <hyper_parallel/optim/lr_schedule.h>
 #include <hyper_parallel/optim/muon.h>
 #include <hyper_parallel/optim/sgd.h>
+#include <hyper_parallel/plan/sharding_plan.h>
+#include <hyper_parallel/plan/source_shard_info.h>

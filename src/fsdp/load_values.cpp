@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "dtensor/exchange.h"
 #include "fsdp/places.h"
 #include "fsdp/runtime.h"
 #include "fsdp/unwritten.h"
@@ -26,7 +27,7 @@ struct Targets {
     return i < parameters.size() ? parameters[i].name : buffers[i - parameters.size()].first;
   }
   [[nodiscard]] at::IntArrayRef shape(std::size_t i) const {
-    if (i < parameters.size()) return parameters[i].parameter().full_shape;
+    if (i < parameters.size()) return parameters[i].parameter().whole_shape;
     return buffers[i - parameters.size()].second.sizes();
   }
 };
@@ -118,6 +119,20 @@ void scatter(ParamGroup& group, std::size_t i, const at::Tensor* whole) {
   if (replicate.defined() && replicate.size() > 1 && home.numel() > 0) replicate.broadcast(home, 0, {.label = label}).wait();
 }
 
+/// The same for blocks of source axes: rank 0 of all ranks sends each of them its own part.
+void scatter_blocks(const ParameterPlace& place, const at::Tensor* whole) {
+  const ParamGroup& group = *place.group;
+  const MeshView view("load_from_rank0", place.unit->mesh().whole);
+  const std::vector<std::int64_t>& shape = place.parameter().whole_shape;
+  const Layout layout = composed_layout(place.unit->mesh(), &group.options().source[place.index], group.layout(), place.index,
+                                        group.options().replicated);
+  const RegionOf want = [&](std::int64_t position) { return layout.boxes(shape, view.coordinate(position)); };
+  const at::Tensor home = group.home_row(place.index);
+  const Box everything{.offset = std::vector<std::int64_t>(shape.size(), 0), .size = shape};
+  const at::Tensor source = view.position == 0 ? whole->detach().to(home.options()).contiguous().view({-1}) : home;
+  home.copy_(run_scatter(view, 0, everything, want, source));
+}
+
 }  // namespace
 
 void load_full(const UnitHandle& root, const NamedTensors& values, bool strict) {
@@ -142,12 +157,12 @@ void load_full(const UnitHandle& root, const NamedTensors& values, bool strict) 
 void load_from_rank0(const UnitHandle& root, const NamedTensors& values, bool strict) {
   constexpr std::string_view kOp = "load_from_rank0";
   Unit& top = root.get();
-  const Comm& comm = top.data_parallel_comm();
+  const Comm& comm = top.unit_comm();
   check_between_steps(top, kOp);
   const Targets targets{places_of(top), buffers_of(root.get())};
   std::vector<std::string> lines = {concat(kOp, strict ? ", strict" : ", not strict")};
   for (const ParameterPlace& place : targets.parameters) {
-    check_value(place.unit->data_parallel_comm().ranks() == comm.ranks(), kOp, "unit ", place.unit->name(),
+    check_value(place.unit->unit_comm().ranks() == comm.ranks(), kOp, "unit ", place.unit->name(),
                 " is on other ranks than unit ", top.name(), ", want one set of ranks: call it for each unit");
   }
   for (std::size_t i = 0; i < targets.size(); ++i) lines.push_back(concat(targets.name(i), ": ", targets.shape(i)));
@@ -174,7 +189,11 @@ void load_from_rank0(const UnitHandle& root, const NamedTensors& values, bool st
     if (all[0][i + 1] == '0') continue;
     if (i < targets.parameters.size()) {
       const ParameterPlace& place = targets.parameters[i];
-      scatter(*place.group, place.index, found[i]);
+      if (place.unit->mesh().has_source()) {
+        scatter_blocks(place, found[i]);
+      } else {
+        scatter(*place.group, place.index, found[i]);
+      }
       place.group->parameters()[place.index].uninitialised = false;
       continue;
     }

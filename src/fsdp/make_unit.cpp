@@ -100,12 +100,11 @@ Comm post_forward_comm(const FullyShardOptions& options, const Comm& shard) {
   return shard.subgroup(members);
 }
 
-bool stays_whole(const ParameterSlot& slot, const FullyShardOptions& options) {
+bool stays_whole(const ParameterSlot& slot, std::int64_t bytes, const FullyShardOptions& options) {
   const auto listed = [&](const at::Tensor& tensor) {
     return tensor.unsafeGetTensorImpl() == slot.parameter.unsafeGetTensorImpl();
   };
-  return static_cast<std::int64_t>(slot.parameter.nbytes()) < options.threshold ||
-         std::any_of(options.replicate_params.begin(), options.replicate_params.end(), listed);
+  return bytes < options.threshold || std::any_of(options.replicate_params.begin(), options.replicate_params.end(), listed);
 }
 
 DeviceMesh default_mesh(const std::vector<ParameterSlot>& slots) {
@@ -128,11 +127,15 @@ std::shared_ptr<Unit> make_unit(const std::string& name, std::vector<ParameterSl
   for (const at::Tensor& parameter : options.replicate_params) {
     check_value(parameter.defined(), kOp, "replicate_params has an undefined tensor, want parameters (unit ", name, ')');
   }
+  for (const ParameterSlot& slot : slots) check_parameter(slot, options.mesh, name);
+  SourcePlan sources = plan_sources(name, slots, options);
   std::vector<SlotPlan> plans;
-  for (const ParameterSlot& slot : slots) {
-    check_parameter(slot, options.mesh, name);
-    const bool whole = stays_whole(slot, options);
-    plans.push_back({.shard_dim = whole ? 0 : choose_dim(slot, options, name), .replicated = whole});
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const at::Tensor& parameter = slots[i].parameter;
+    const std::int64_t numel = sources.blocks.empty() ? parameter.numel() : sources.blocks[i].largest_numel;
+    const std::int64_t bytes = numel * static_cast<std::int64_t>(parameter.dtype().itemsize());
+    const bool whole = stays_whole(slots[i], bytes, options);
+    plans.push_back({.shard_dim = whole ? 0 : choose_dim(slots[i], options, name), .replicated = whole, .bytes = bytes});
   }
   for (const ChildUnit& child : children) {
     check_value(child.unit->runtime().idle(), kOp, "inner unit ", child.unit->name(),
@@ -150,10 +153,11 @@ std::shared_ptr<Unit> make_unit(const std::string& name, std::vector<ParameterSl
   if (hybrid) comms.replicate = options.mesh.get_group(std::int64_t{0});
   comms.data_parallel = hybrid ? options.mesh.flatten().get_group(std::int64_t{0}) : comms.shard;
   comms.post_forward = post_forward_comm(options, comms.shard);
+  comms.mesh = sources.mesh;
 
-  auto unit = std::make_shared<Unit>(name, options, comms.shard, comms.data_parallel);
+  auto unit = std::make_shared<Unit>(name, options, sources.mesh, comms.shard, comms.data_parallel);
   unit->members = members;
-  unit->add_groups(make_groups(name, std::move(slots), plans, options, comms, unit->settings));
+  unit->add_groups(make_groups(name, std::move(slots), plans, std::move(sources.blocks), options, comms, unit->settings));
   unit->adopt(children);
   return unit;
 }

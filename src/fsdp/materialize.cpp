@@ -79,7 +79,7 @@ void prepare_for_values(Unit& root, std::string_view op) {
 }
 
 at::Tensor whole_of(const ParameterPlace& place) {
-  return at::empty(place.parameter().full_shape, place.group->shard().options());
+  return at::empty(place.parameter().whole_shape, place.group->shard().options());
 }
 
 at::Generator named_generator(std::uint64_t seed, const std::string& name) {
@@ -104,9 +104,9 @@ void reset_parameters(const UnitHandle& root, std::uint64_t seed, const InitPara
     const Unwritten unwritten(whole);
     at::Generator generator = named_generator(seed, place.name);
     init(place.name, whole, generator);
-    check_value(whole.defined() && whole.sizes() == at::IntArrayRef(place.parameter().full_shape), kOp,
+    check_value(whole.defined() && whole.sizes() == at::IntArrayRef(place.parameter().whole_shape), kOp,
                 "init replaced parameter ", place.name, " by a tensor of another shape, want ",
-                at::IntArrayRef(place.parameter().full_shape));
+                at::IntArrayRef(place.parameter().whole_shape));
     check_value(!unwritten.still(whole), kOp, "init left values of parameter ", place.name, " unwritten, want all of ",
                 whole.sizes());
     place.group->set_value(place.index, whole);

@@ -96,6 +96,7 @@ void ParamGroup::fill_shard(const std::vector<ParameterSlot>& slots) {
     parameter.name = slots[i].name;
     parameter.member = slots[i].member;
     parameter.full_shape = slots[i].parameter.sizes().vec();
+    parameter.whole_shape = options_.source.empty() ? parameter.full_shape : options_.source[i].whole_shape;
     parameter.full = slots[i].parameter;
     parameter.trainable = slots[i].parameter.requires_grad();
     parameter.home = shard_.narrow(0, slice.shard_offset, slice.numel).view(slice.shape);
@@ -103,6 +104,15 @@ void ParamGroup::fill_shard(const std::vector<ParameterSlot>& slots) {
     if (!parameter.uninitialised && slice.numel > 0) parameter.home.copy_(own_part(slots[i].parameter.detach(), i));
     parameters_.push_back(std::move(parameter));
   }
+}
+
+at::Tensor ParamGroup::block_of(const at::Tensor& whole, std::size_t i) const {
+  if (options_.source.empty()) return whole;
+  at::Tensor block = whole;
+  const std::vector<std::int64_t>& shape = parameters_[i].full_shape;
+  for (std::size_t d = 0; d < shape.size(); ++d)
+    block = block.narrow(static_cast<std::int64_t>(d), options_.source[i].offset[d], shape[d]);
+  return block;
 }
 
 at::Tensor ParamGroup::part_of(const at::Tensor& whole, std::size_t i, int shard_rank) const {
@@ -175,12 +185,12 @@ bool ParamGroup::readopt() {
         moved.scalar_type(), " on ", moved.device(), ", want ", shard_.scalar_type(), " on ", shard_.device(),
         ", like the other parameters of its dtype in the unit: convert the whole unit, or set MixedPrecisionPolicy::param_dtype");
     const bool local = moved.sizes() == parameter.home.sizes();
-    check_value(local || moved.sizes() == at::IntArrayRef(parameter.full_shape), "fully_shard", describe(i),
+    check_value(local || moved.sizes() == at::IntArrayRef(parameter.whole_shape), "fully_shard", describe(i),
                 " was replaced by a tensor of shape ", moved.sizes(), ", want this rank's part ", parameter.home.sizes(),
-                " or the whole ", at::IntArrayRef(parameter.full_shape));
+                " or the whole ", at::IntArrayRef(parameter.whole_shape));
     at::NoGradGuard no_grad;
     const at::Tensor values = moved.detach();
-    if (parameter.home.numel() > 0) parameter.home.copy_(local ? values : own_part(values, i));
+    if (parameter.home.numel() > 0) parameter.home.copy_(local ? values : own_part(block_of(values, i), i));
     parameter.sharded.set_data(parameter.home);
     any = true;
     parameter.uninitialised = false;

@@ -21,6 +21,7 @@
 #include <hyper_parallel/fsdp/unit.h>
 
 #include "fsdp/buffer.h"
+#include "fsdp/source_layout.h"
 #include "fsdp/unwritten.h"
 
 namespace hyper_parallel::fsdp {
@@ -39,6 +40,7 @@ struct GroupOptions {
   std::string unit;  ///< name of the owning unit: label of every collective
   Comm shard_comm;
   Comm replicate_comm;     ///< undefined without replicas
+  Comm parts_comm;         ///< see ShardedGroup
   Comm post_forward_comm;  ///< among which ranks the gathered parameters are cut after forward; undefined otherwise
   at::ScalarType compute_dtype = at::kFloat;
   at::ScalarType reduce_dtype = at::kFloat;
@@ -47,6 +49,8 @@ struct GroupOptions {
   bool offload = false, pin_memory = false;
   at::DeviceType device = at::kCPU;  ///< of the gathered parameters, and without offload of the shards; parameters may be on meta
   const CommSettings* settings = nullptr;
+  std::vector<SourceBlock> source = {};               ///< by parameter; empty without source axes
+  std::int64_t whole_copies = 1, partial_copies = 1;  ///< those of every block in `source`
 };
 
 /// Bytes that a group takes from the pool, by buffer; zero for a buffer that it does not need.
@@ -62,14 +66,15 @@ struct GroupFootprint {
 };
 
 struct ManagedParameter {
-  std::string name;  ///< relative to its module of the unit
-  int member = 0;    ///< which of the unit's modules that is
-  std::vector<std::int64_t> full_shape;
-  at::Tensor full;       ///< P, the handle in the model's code
-  at::Tensor sharded;    ///< S, the registered leaf
-  at::Tensor home;       ///< where S must live: a view of the flat shard
-  at::Tensor grad_home;  ///< where the gradient must live: a view of the flat gradient
-  at::Tensor main_grad;  ///< the gradient, when it is not S.grad
+  std::string name;                       ///< relative to its module of the unit
+  int member = 0;                         ///< which of the unit's modules that is
+  std::vector<std::int64_t> full_shape;   ///< of the gathered parameter
+  std::vector<std::int64_t> whole_shape;  ///< of the parameter of which that is a block; the same without source axes
+  at::Tensor full;                        ///< P, the handle in the model's code
+  at::Tensor sharded;                     ///< S, the registered leaf
+  at::Tensor home;                        ///< where S must live: a view of the flat shard
+  at::Tensor grad_home;                   ///< where the gradient must live: a view of the flat gradient
+  at::Tensor main_grad;                   ///< the gradient, when it is not S.grad
   bool trainable = true;
   bool uninitialised = false;  ///< began on the meta device, and no function of ours has given it values
   Unwritten unwritten;         ///< tells whether somebody else has
@@ -132,9 +137,11 @@ class ParamGroup {
   [[nodiscard]] bool on_meta() const { return shard_.is_meta(); }
   /// Gives a shard on the meta device memory; its values are marked as unwritten. No-op otherwise.
   void materialize();
+  /// The block of `whole` that is gathered here: all of it without source axes.
+  [[nodiscard]] at::Tensor block_of(const at::Tensor& whole, std::size_t i) const;
   /// Copies this rank's part of `whole` (any dtype) into the shard.
   void set_value(std::size_t i, const at::Tensor& whole);
-  /// Part of the whole parameter i that `shard_rank` owns; a view where possible.
+  /// Part of the gathered parameter i that `shard_rank` owns; a view where possible.
   [[nodiscard]] at::Tensor part_of(const at::Tensor& whole, std::size_t i, int shard_rank) const;
   /// Where this rank's part of parameter i is, as one row.
   [[nodiscard]] at::Tensor home_row(std::size_t i) const;

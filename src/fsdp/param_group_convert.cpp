@@ -35,7 +35,7 @@ void ParamGroup::materialize() {
 void ParamGroup::set_value(std::size_t i, const at::Tensor& whole) {
   at::NoGradGuard no_grad;
   auto& parameter = parameters_[i];
-  if (parameter.home.numel() > 0) parameter.home.copy_(own_part(whole.detach(), i));
+  if (parameter.home.numel() > 0) parameter.home.copy_(own_part(block_of(whole.detach(), i), i));
   parameter.uninitialised = false;
 }
 

@@ -294,7 +294,11 @@ std::pair<double, double> ParamGroup::scales() const {
   const CommSettings& settings = *options_.settings;
   const double ranks = static_cast<double>(layout_.world()) * replicas_;
   const bool sum = settings.reduce_op == ReduceOp::kSum && !settings.divide_factor;
-  const double total = settings.scaling_factor.value_or(1.0) / (sum ? 1.0 : settings.divide_factor.value_or(ranks));
+  const bool average = settings.reduce_op == ReduceOp::kAvg && !settings.divide_factor;
+  // Copies along source axes: an average must not divide summands, and what adds must divide whole gradients.
+  const double copies =
+      static_cast<double>(average ? options_.partial_copies : 1) / static_cast<double>(average ? 1 : options_.whole_copies);
+  const double total = settings.scaling_factor.value_or(1.0) * copies / (sum ? 1.0 : settings.divide_factor.value_or(ranks));
   // What is parked is added to reductions that may have another factor: it carries its own.
   if (replicas_ == 1 || park_ || parked_ || sum) return {total, 1.0};
   if (c10::elementSize(options_.reduce_dtype) < 4) return {total * replicas_, 1.0 / replicas_};

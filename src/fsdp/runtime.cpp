@@ -125,7 +125,7 @@ void Runtime::agree() {
   decide_budgets();
   // One comparison per group of ranks.
   std::vector<std::pair<Comm, std::vector<std::string>>> plans;
-  for (Unit* unit : units_) unit->describe(entry_for(plans, unit->data_parallel_comm()));
+  for (Unit* unit : units_) unit->describe(entry_for(plans, unit->unit_comm()));
   for (const auto& [comm, lines] : plans) {
     if (comm.size() > 1) comm.check_same("fully_shard", lines, {.label = "agreement of units"});
   }
@@ -371,7 +371,7 @@ void Runtime::start_presence() {
   for (auto& [comm, presence] : presence_) presence.bits.clear();
   for (Unit* unit : units_) {
     if (!std::exchange(unit->awaits_install, false)) continue;
-    std::vector<Presence::Bit>& bits = entry_for(presence_, unit->data_parallel_comm()).bits;
+    std::vector<Presence::Bit>& bits = entry_for(presence_, unit->unit_comm()).bits;
     for (auto& group : unit->groups()) {
       for (std::size_t i = 0; i < group->parameters().size(); ++i) bits.push_back({group.get(), i});
     }

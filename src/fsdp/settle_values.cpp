@@ -39,7 +39,7 @@ void check_written(const std::vector<Unit*>& units) {
   for (Unit* unit : units) {
     if (began_on_meta(*unit)) {
       // A rank that owns nothing of a parameter cannot know.
-      const Comm& comm = unit->data_parallel_comm();
+      const Comm& comm = unit->unit_comm();
       for (const std::string& lines : comm.all_gather_string(unwritten_here(*unit), {.label = "parameters without values"})) {
         std::istringstream in(lines);
         for (std::string line; std::getline(in, line);) add(line);
@@ -102,7 +102,7 @@ std::string difference(const Unit& unit, const ParamGroup& group) {
 
 void settle_replicas(Unit& unit) {
   const ReplicaInit wish = unit.options().replica_init;
-  if (wish == ReplicaInit::kNone || unit.data_parallel_comm().size() == 1) return;
+  if (wish == ReplicaInit::kNone || unit.unit_comm().size() == 1) return;
   std::string found;
   for (auto& group : unit.groups()) {
     const Comm& replicate = group->options().replicate_comm;
@@ -115,7 +115,7 @@ void settle_replicas(Unit& unit) {
   }
   if (wish == ReplicaInit::kBroadcast) return;
   // Other shards may be equal on all replicas: the ranks that hold them must stop as well.
-  for (const std::string& text : unit.data_parallel_comm().all_gather_string(found, {.label = "equal replicas"}))
+  for (const std::string& text : unit.unit_comm().all_gather_string(found, {.label = "equal replicas"}))
     check_value(text.empty(), "fully_shard", text);
 }
 

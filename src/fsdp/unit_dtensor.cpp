@@ -8,19 +8,10 @@
 namespace hyper_parallel::fsdp {
 namespace {
 
-Placement shard_placement(const GroupLayout& layout, std::size_t i) {
-  if (layout.kind() == ShardLayout::kRagged) return RaggedShard(layout.ragged_dims(i), layout.ragged_units(i));
-  if (!layout.parameter(i).shape.empty()) return Shard(layout.parameter(i).shard_dim);
-  std::vector<std::int64_t> units(static_cast<std::size_t>(layout.world()), 0);
-  units[0] = 1;
-  return RaggedShard(0, units);
-}
-
 DTensor wrap(const at::Tensor& local, const Unit& unit, const ParamGroup& group, std::size_t i) {
-  std::vector<Placement> placements;
-  if (unit.options().mesh.ndim() == 2) placements.push_back(Replicate());
-  placements.push_back(group.options().replicated ? Replicate() : shard_placement(group.layout(), i));
-  return DTensor::from_local(local, unit.options().mesh, placements, {.shape = group.parameters()[i].full_shape});
+  const SourceBlock* block = group.options().source.empty() ? nullptr : &group.options().source[i];
+  const Layout layout = composed_layout(unit.mesh(), block, group.layout(), i, group.options().replicated);
+  return DTensor::from_local(local, unit.mesh().whole, layout, group.parameters()[i].whole_shape);
 }
 
 }  // namespace

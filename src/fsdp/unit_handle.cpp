@@ -72,12 +72,14 @@ std::vector<ShardedGroup> UnitHandle::groups(bool recurse) const {
       result.grad = group->grad();
       result.shard_comm = group->options().shard_comm;
       result.replicate_comm = group->options().replicate_comm;
+      result.parts_comm = group->options().parts_comm;
+      result.unit_comm = unit->unit_comm();
       result.trainable = group->trainable();
       const int rank = result.shard_comm.rank();
       for (std::size_t i = 0; i < group->parameters().size(); ++i) {
         ManagedParameter& parameter = group->parameters()[i];
         const ParameterSlice& slice = group->layout().slice(i, rank);
-        result.parameters.push_back({unit->qualified(parameter), parameter.sharded, parameter.full_shape, slice.shard_offset,
+        result.parameters.push_back({unit->qualified(parameter), parameter.sharded, parameter.whole_shape, slice.shard_offset,
                                      slice.numel, group->gradient(parameter)});
       }
     }
@@ -100,6 +102,7 @@ MemoryUse UnitHandle::memory_use() const {
 }
 
 Comm UnitHandle::data_parallel_comm() const { return get().data_parallel_comm(); }
+Comm UnitHandle::unit_comm() const { return get().unit_comm(); }
 
 ForwardScope::ForwardScope(Unit& unit, int member) : unit_(unit), member_(member) { unit_.pre_forward(); }
 

@@ -24,14 +24,17 @@ torch::autograd::variable_list UnitNode::apply(torch::autograd::variable_list&& 
   return {};
 }
 
-Unit::Unit(std::string name, const FullyShardOptions& options, Comm shard_comm, Comm data_parallel_comm)
+Unit::Unit(std::string name, const FullyShardOptions& options, SourceMesh mesh, Comm shard_comm, Comm data_parallel_comm)
     : name_(std::move(name)),
       options_(options),
+      mesh_(std::move(mesh)),
       shard_comm_(std::move(shard_comm)),
-      data_parallel_comm_(std::move(data_parallel_comm)) {
+      data_parallel_comm_(std::move(data_parallel_comm)),
+      unit_comm_(mesh_.has_source() ? mesh_.all() : data_parallel_comm_) {
   options_.ignored_params.clear();
   options_.replicate_params.clear();
   options_.shard_placement_fn = nullptr;
+  options_.source_shard_infos.reset();
 }
 
 Unit::~Unit() {
@@ -151,7 +154,7 @@ bool Unit::has_frozen() const {
 void Unit::describe(std::vector<std::string>& lines) const {
   const auto dtype = [](const std::optional<at::ScalarType>& type) { return type ? concat(*type) : std::string("default"); };
   const MixedPrecisionPolicy& policy = options_.mp_policy;
-  lines.push_back(concat("unit ", name_, ": ", options_.mesh.to_string(), ", layout ",
+  lines.push_back(concat("unit ", name_, ": ", mesh_.whole.to_string(), ", layout ",
                          options_.shard_layout == ShardLayout::kRagged ? "ragged" : "per-parameter",
                          options_.comm_fusion ? "" : " unfused", ", param_dtype ", dtype(policy.param_dtype), ", reduce_dtype ",
                          dtype(policy.reduce_dtype), policy.apply_grad_on_fp32_main_grad ? ", fp32 main gradients" : "",
@@ -163,9 +166,12 @@ void Unit::describe(std::vector<std::string>& lines) const {
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ManagedParameter& parameter = group->parameters()[i];
       lines.push_back(concat("parameter ", qualified(parameter), " of unit ", name_, ": ", group->shard().scalar_type(), ' ',
-                             at::IntArrayRef(parameter.full_shape),
+                             at::IntArrayRef(parameter.whole_shape),
                              group->options().replicated ? std::string(", whole")
                                                          : concat(", sharded on dim ", group->layout().parameter(i).shard_dim),
+                             group->options().source.empty()
+                                 ? ""
+                                 : concat(" of ", group->options().source[i].layout.to_string(mesh_.whole.mesh_dim_names())),
                              parameter.trainable ? "" : ", frozen", parameter.uninitialised ? ", began on the meta device" : ""));
     }
   }
@@ -189,6 +195,9 @@ const MemoryBudget* Unit::budget() const {
 std::string Unit::after_forward_text() const {
   const auto after = after_forward();
   if (after == AfterForward::kCut) return concat(std::get<int>(*options_.reshard_after_forward));
+  // Ranks whose blocks are smaller may decide otherwise; they gather among themselves.
+  if (const MemoryBudget* limit = budget(); limit != nullptr && mesh_.has_source())
+    return concat("within ", limit->bytes, " bytes");
   return after == AfterForward::kFree ? "true" : "false";
 }
 
@@ -196,7 +205,7 @@ std::string Unit::after_forward_text() const {
 void Unit::verify_once(bool& done, const char* what) {
   if (done) return;
   // One label for all units: ranks that disagree must still find each other.
-  data_parallel_comm_.check_same("fully_shard", {concat(what, " of unit ", name_)}, {.label = "order of units"});
+  unit_comm_.check_same("fully_shard", {concat(what, " of unit ", name_)}, {.label = "order of units"});
   done = true;
 }
 
@@ -436,8 +445,8 @@ void Unit::start_reduce(std::vector<std::vector<at::Tensor>>& gradients) {
   // more, they stay all the same, so that the pool's size does not depend on which gradient comes last.
   const bool mixed = has_frozen();
   if (!mixed && !awaits_gradients_) free_after_backward();
-  if (data_parallel_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
-  if (data_parallel_comm_.size() > 1) reduce_span_.start(trace::Lane::kReduce, "reduce", name_);
+  if (unit_comm_.size() > 1) verify_once(reduce_verified_, "reduce-scatter");
+  if (unit_comm_.size() > 1) reduce_span_.start(trace::Lane::kReduce, "reduce", name_);
   for (auto& group : groups_) group->launch_reduce(park, pool);
   in_backward_ = awaits_gradients_;
   awaits_backward = false;

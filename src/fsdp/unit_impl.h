@@ -16,6 +16,7 @@
 #include <hyper_parallel/fsdp/unit.h>
 
 #include "fsdp/param_group.h"
+#include "fsdp/source_layout.h"
 
 namespace hyper_parallel::fsdp {
 
@@ -26,7 +27,7 @@ struct ForwardPass;
 /// Parameters that are gathered and reduced together. One per fully_shard call; shared by every handle.
 class Unit : public std::enable_shared_from_this<Unit> {
  public:
-  Unit(std::string name, const FullyShardOptions& options, Comm shard_comm, Comm data_parallel_comm);
+  Unit(std::string name, const FullyShardOptions& options, SourceMesh mesh, Comm shard_comm, Comm data_parallel_comm);
   ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
@@ -80,6 +81,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   [[nodiscard]] std::vector<std::unique_ptr<ParamGroup>>& groups() { return groups_; }
   [[nodiscard]] const std::vector<std::unique_ptr<ParamGroup>>& groups() const { return groups_; }
   [[nodiscard]] const Comm& data_parallel_comm() const { return data_parallel_comm_; }
+  /// All ranks: source axes included.
+  [[nodiscard]] const Comm& unit_comm() const { return unit_comm_; }
+  [[nodiscard]] const SourceMesh& mesh() const { return mesh_; }
   /// Gradients by group and parameter: undefined between backwards.
   [[nodiscard]] std::vector<std::vector<at::Tensor>>& no_gradients() { return gradients_; }
   [[nodiscard]] Runtime& runtime() { return *runtime_; }
@@ -186,7 +190,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::string name_;
   std::vector<std::string> paths_;  ///< of the modules below the outermost one, by member; empty while this is the outermost
   FullyShardOptions options_;
-  Comm shard_comm_, data_parallel_comm_;
+  SourceMesh mesh_;
+  Comm shard_comm_, data_parallel_comm_, unit_comm_;
   std::vector<std::unique_ptr<ParamGroup>> groups_;
   c10::intrusive_ptr<UnitNode> node_;
   struct NodeInput {

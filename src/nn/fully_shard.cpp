@@ -129,6 +129,21 @@ bool is_below(const Module& module, const Module& ancestor) {
                      [&](const auto& child) { return child.get() == &module || is_below(module, *child); });
 }
 
+/// Those of a list that are below no other one.
+std::vector<std::shared_ptr<Module>> outermost(const std::vector<std::shared_ptr<Module>>& modules) {
+  check_value(!modules.empty(), kOp, "list of modules is empty, want at least one");
+  for (std::size_t i = 0; i < modules.size(); ++i)
+    check_value(modules[i] != nullptr, kOp, "list element ", i, " is no module (null)");
+
+  std::vector<std::shared_ptr<Module>> roots;
+  for (const auto& module : modules) {
+    const bool below = std::any_of(modules.begin(), modules.end(),
+                                   [&](const auto& other) { return other != module && is_below(*module, *other); });
+    if (!below && std::find(roots.begin(), roots.end(), module) == roots.end()) roots.push_back(module);
+  }
+  return roots;
+}
+
 /// "BlockImpl" -> "Block"; names of hooked types are the mangled template, so ask the user's class.
 std::string display_name(const Module& module) {
   std::string name = module.name();
@@ -160,16 +175,7 @@ int HSDPModule::member() const {
 }
 
 std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& modules, const FullyShardOptions& options) {
-  check_value(!modules.empty(), kOp, "list of modules is empty, want at least one");
-  for (std::size_t i = 0; i < modules.size(); ++i)
-    check_value(modules[i] != nullptr, kOp, "list element ", i, " is no module (null)");
-
-  std::vector<std::shared_ptr<Module>> roots;
-  for (const auto& module : modules) {
-    const bool below = std::any_of(modules.begin(), modules.end(),
-                                   [&](const auto& other) { return other != module && is_below(*module, *other); });
-    if (!below && std::find(roots.begin(), roots.end(), module) == roots.end()) roots.push_back(module);
-  }
+  const std::vector<std::shared_ptr<Module>> roots = outermost(modules);
   Collector collector(options);
   std::vector<nn::HookedBase*> hooks;
   for (std::size_t i = 0; i < roots.size(); ++i) {
@@ -190,6 +196,17 @@ std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& 
   handles.reserve(modules.size());
   for (const auto& module : modules) handles.emplace_back(module, unit);
   return handles;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> managed_parameters(const std::vector<std::shared_ptr<Module>>& modules,
+                                                                   const FullyShardOptions& options) {
+  const std::vector<std::shared_ptr<Module>> roots = outermost(modules);
+  Collector collector(options);
+  for (std::size_t i = 0; i < roots.size(); ++i) collector.collect_member(*roots[i], static_cast<int>(i));
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+  for (const fsdp::ParameterSlot& slot : collector.take().slots)
+    parameters.emplace_back(roots.size() == 1 ? slot.name : concat(slot.member, '.', slot.name), slot.parameter);
+  return parameters;
 }
 
 HSDPModule fully_shard(const std::shared_ptr<Module>& module, const FullyShardOptions& options) {

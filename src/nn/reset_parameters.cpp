@@ -70,8 +70,8 @@ bool reset_module(Module& module, const nn::ResetModule& reset) {
 /// A handle that refers to something else for a while.
 class Diverted {
  public:
-  explicit Diverted(const at::Tensor& handle) : handle_(handle), before_(handle.variable_data()) {
-    fsdp::become(handle_, at::empty(handle_.sizes(), handle_.options().device(at::kMeta).requires_grad(false)));
+  Diverted(const at::Tensor& handle, at::IntArrayRef shape) : handle_(handle), before_(handle.variable_data()) {
+    fsdp::become(handle_, at::empty(shape, handle_.options().device(at::kMeta).requires_grad(false)));
   }
   Diverted(const Diverted&) = delete;
   Diverted& operator=(const Diverted&) = delete;
@@ -121,7 +121,8 @@ class WholeModel {
       if (place != place_of_.end()) entries_.push_back({&module, entry.key(), entry.value()});
       if (!diverted_tensors_.insert(handle.unsafeGetTensorImpl()).second) continue;
       if (place != place_of_.end()) parameters_.push_back({place->second, path_});
-      diverted_.emplace_back(handle);
+      // Modules look at the shapes of their other parameters.
+      diverted_.emplace_back(handle, place == place_of_.end() ? handle.sizes() : place->second->parameter().whole_shape);
     }
     for (const auto& [key_module, key, registered] : entries_) {
       if (key_module == &module)

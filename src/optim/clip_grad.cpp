@@ -49,7 +49,7 @@ double total_norm(std::string_view op, const fsdp::UnitHandle& root, const ClipG
   std::vector<std::pair<const fsdp::ShardedGroup*, double>> by_comm;  // one entry for each distinct set of ranks, in order
   for (const fsdp::ShardedGroup& group : groups) {
     auto entry = std::find_if(by_comm.begin(), by_comm.end(),
-                              [&](const auto& e) { return e.first->shard_comm.ranks() == group.shard_comm.ranks(); });
+                              [&](const auto& e) { return e.first->parts_comm.ranks() == group.parts_comm.ranks(); });
     if (entry == by_comm.end()) entry = by_comm.insert(by_comm.end(), {&group, 0.0});
     for (const auto& parameter : group.parameters) {
       if (parameter.grad.defined()) entry->second = optim::combine_powers(entry->second, power_sum_of(parameter.grad, p), p);
@@ -57,7 +57,7 @@ double total_norm(std::string_view op, const fsdp::UnitHandle& root, const ClipG
   }
   double total = 0;
   for (const auto& [group, local] : by_comm)
-    total = optim::combine_powers(total, over_ranks(group->shard_comm, local, p, group->shard.options()), p);
+    total = optim::combine_powers(total, over_ranks(group->parts_comm, local, p, group->shard.options()), p);
   for (const at::Tensor& parameter : options.plain_parameters) {
     if (parameter.grad().defined()) total = optim::combine_powers(total, power_sum_of(parameter.grad(), p), p);
   }

@@ -7,8 +7,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include <hyper_parallel/dtensor/dtensor.h>
-
 #include "optim/kernels.h"
 
 namespace hyper_parallel::optim {
@@ -24,21 +22,13 @@ bool same_ranks(std::vector<int> a, std::vector<int> b) {
   return a == b;
 }
 
-/// The groups over which the ranks of a tree agree: the root's, and those of units whose mesh has other ranks, in the order of
-/// the tree. Only equal sets of ranks are left out: all members of a set find the same there, so that they reduce equally often.
+/// The groups over which the ranks of a tree agree: the root's, and those of units with other ranks, in the order of the tree.
+/// Only equal sets of ranks are left out: all members of a set find the same there, so that they reduce equally often.
 std::vector<Comm> agreeing_groups(const fsdp::UnitHandle& root, const std::vector<fsdp::ShardedGroup>& groups) {
-  std::vector<Comm> comms = {root.data_parallel_comm()};
-  const auto add = [&](const Comm& comm) {
-    if (!comm.defined() || comm.size() == 1) return;
-    const auto known = [&](const Comm& other) { return same_ranks(other.ranks(), comm.ranks()); };
-    if (std::none_of(comms.begin(), comms.end(), known)) comms.push_back(comm);
-  };
-  const std::vector<std::pair<std::string, DTensor>> tensors = root.named_dtensors();
-  auto tensor = tensors.begin();
+  std::vector<Comm> comms = {root.unit_comm()};
   for (const fsdp::ShardedGroup& group : groups) {
-    const bool covered = same_ranks(tensor->second.device_mesh().ranks(), comms.front().ranks());
-    tensor += static_cast<std::ptrdiff_t>(group.parameters.size());
-    if (!covered) add(group.shard_comm), add(group.replicate_comm);
+    const auto known = [&](const Comm& other) { return same_ranks(other.ranks(), group.unit_comm.ranks()); };
+    if (group.unit_comm.size() > 1 && std::none_of(comms.begin(), comms.end(), known)) comms.push_back(group.unit_comm);
   }
   return comms;
 }

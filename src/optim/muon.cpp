@@ -77,7 +77,7 @@ Muon::Muon(const fsdp::UnitHandle& root, MuonOptions options)
   std::set<std::string> others(options_.not_matrices.begin(), options_.not_matrices.end());
   auto tensor = tensors.begin();
   for (std::size_t g = 0; g < all.size(); ++g) {
-    const Comm& comm = all[g].shard_comm;
+    const Comm& comm = all[g].parts_comm;
     for (std::size_t i = 0; i < all[g].parameters.size(); ++i, ++tensor) {
       const auto& parameter = all[g].parameters[i];
       others.erase(parameter.name);

@@ -11,6 +11,7 @@
 
 #include <hyper_parallel/core/error.h>
 #include <hyper_parallel/fsdp/group_layout.h>
+#include <hyper_parallel/fsdp/source_shard.h>
 #include <hyper_parallel/mesh/device_mesh.h>
 
 namespace hyper_parallel {
@@ -96,6 +97,9 @@ struct FullyShardOptions {
   ShardLayout shard_layout = ShardLayout::kPerParameter;
   /// What the first forward does about replicas (HSDP) that may have begun with different values.
   ReplicaInit replica_init = ReplicaInit::kNone;
+  /// For parameters that tensor or expert parallelism has cut before: how, for every parameter of the unit and no other one.
+  /// Their source axes join the mesh on its right. Unset: the parameters are whole.
+  std::optional<SourceShardInfos> source_shard_infos = {};
 };
 
 }  // namespace hyper_parallel

@@ -38,7 +38,7 @@ struct ParameterSlot {
 struct ShardedParameter {
   std::string name;                      ///< fully qualified below the outermost unit
   at::Tensor sharded;                    ///< leaf: this rank's part, master dtype, possibly with zero elements
-  std::vector<std::int64_t> full_shape;  ///< shape of the whole parameter
+  std::vector<std::int64_t> full_shape;  ///< shape of the whole parameter, before source axes cut it
   std::int64_t offset = 0;               ///< first element in the group's flat shard
   std::int64_t numel = 0;                ///< elements of this rank's part
   at::Tensor grad = {};  ///< this rank's part of its gradient: `.grad` or fp32 main gradient; undefined without one
@@ -50,8 +50,12 @@ struct ShardedGroup {
   at::Tensor shard;  ///< 1-D, master dtype, padding included (padding is always zero in `grad`)
   at::Tensor grad;   ///< 1-D, same shape, fp32 for main gradients; every gradient is a view of it. Undefined for frozen groups
   std::vector<ShardedParameter> parameters;
-  Comm shard_comm;      ///< the ranks over which the flat shard is cut; this rank alone for parameters that stay whole
-  Comm replicate_comm;  ///< the ranks that hold the same shard (HSDP, or all for whole ones); undefined or of size 1 otherwise
+  Comm shard_comm;  ///< the ranks over which the flat shard is cut; this rank alone for parameters that stay whole
+  /// The ranks that hold the same shard (HSDP, source axes that hold copies, all for whole ones); undefined or of size 1
+  /// otherwise.
+  Comm replicate_comm;
+  Comm parts_comm;  ///< the ranks that hold each element once: those of shard_comm, times the source axes that cut
+  Comm unit_comm;   ///< all ranks of the unit
   bool trainable = true;
 };
 
@@ -177,6 +181,8 @@ class HP_API UnitHandle {
   [[nodiscard]] MemoryUse plan_memory(const Accumulation& accumulation = {}) const;
   /// The group of all ranks that see different data: shard axis and, with HSDP, replicate axis.
   [[nodiscard]] Comm data_parallel_comm() const;
+  /// The group of all ranks that hold parts or copies of the unit's parameters: data_parallel_comm times the source axes.
+  [[nodiscard]] Comm unit_comm() const;
 
   [[nodiscard]] const std::shared_ptr<Unit>& unit() const noexcept { return unit_; }
   /// The unit of a handle that must have one. ValueError: it is empty.

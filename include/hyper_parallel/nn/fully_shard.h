@@ -102,6 +102,12 @@ HP_API HSDPModule fully_shard(const std::shared_ptr<torch::nn::Module>& module, 
 HP_API std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
                                            const FullyShardOptions& options = {});
 
+/// The parameters that fully_shard(modules, options) would manage, by the names that they have in the unit: those below the
+/// modules that no unit manages and options.ignored_params does not list, each once. Local. ValueError: empty list, an element
+/// that is null, ParameterList or ParameterDict inside.
+[[nodiscard]] HP_API std::vector<std::pair<std::string, at::Tensor>> managed_parameters(
+    const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const FullyShardOptions& options = {});
+
 template <class Contained>
 HSDPModule fully_shard(const torch::nn::ModuleHolder<Contained>& holder, const FullyShardOptions& options = {}) {
   return fully_shard(std::shared_ptr<torch::nn::Module>(holder.ptr()), options);

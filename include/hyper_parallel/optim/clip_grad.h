@@ -18,9 +18,9 @@ struct ClipGradOptions {
 /// The norm of all gradients of all ranks together (never a local part): a plain number, equal on all ranks, and equal to that
 /// of a single-process run up to rounding. Sums run in fp64 from gradients of any dtype.
 ///
-/// Collective: one all-reduce of one number for each distinct shard group of more than one rank, in the order of the tree. Units
-/// may lie on different meshes; replicas and padding count once or not at all. The groups of all units must hold the same
-/// parameters cut their own way: ranks that hold other parameters altogether (pipeline stages) are not added.
+/// Collective: one all-reduce of one number for each distinct group of ranks that hold different parts of parameters, in the
+/// order of the tree. Units may lie on different meshes; replicas and padding count once or not at all. The groups of all units
+/// must hold the same parameters cut their own way: ranks that hold other parameters altogether (pipeline stages) are not added.
 /// ValueError: norm_type not positive. Error: see error_if_nonfinite.
 [[nodiscard]] HP_API double get_total_norm(const fsdp::UnitHandle& root, const ClipGradOptions& options = {});
 
