@@ -32,4 +32,13 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/grad_scaler.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/lr_schedule.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/muon.h
-  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/sgd.h)
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/sgd.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/attention.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/context.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/cut.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/embedding.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/functions.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/linear.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/moe.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/norm.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/random.h)
