@@ -125,8 +125,8 @@ at::Tensor context_parallel_attention(const at::Tensor& q, const at::Tensor& k, 
   at::Tensor keys = k, values = v;
   if (!alone(comm)) {
     // One message for both.
-    const at::Tensor both = split.restore(
-        all_gather_reduce_scatter(at::cat({k, v}, 3), comm, {.dim = 2, .sizes = split.lengths(), .label = kOp}), 2);
+    const at::Tensor both =
+        split.restore(all_gather_reduce_scatter(at::cat({k, v}, 3), comm, {.dim = 2, .sizes = split.lengths(), .label = kOp}), 2);
     keys = both.narrow(3, 0, k.size(3));
     values = both.narrow(3, k.size(3), v.size(3));
   }

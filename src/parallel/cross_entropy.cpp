@@ -28,7 +28,9 @@ constexpr const char* kOp = "parallel_cross_entropy";
 constexpr std::int64_t kBlockElements = 1 << 16;
 
 /// Rows whose fp32 copy is of moderate size.
-std::int64_t rows_per_block(std::int64_t columns) { return std::max<std::int64_t>(1, kBlockElements / std::max<std::int64_t>(1, columns)); }
+std::int64_t rows_per_block(std::int64_t columns) {
+  return std::max<std::int64_t>(1, kBlockElements / std::max<std::int64_t>(1, columns));
+}
 
 template <class Body>
 void for_blocks(std::int64_t rows, std::int64_t columns, Body body) {
@@ -122,7 +124,8 @@ void check_arguments(const at::Tensor& logits, const at::Tensor& targets, const 
   check_value(targets.scalar_type() == at::kLong && targets.sizes() == logits.sizes().slice(0, logits.dim() - 1), kOp,
               "targets are ", targets.scalar_type(), " of shape ", targets.sizes(), ", want int64 of shape ",
               logits.sizes().slice(0, logits.dim() - 1));
-  const at::Tensor wrong = targets.lt(0).logical_or_(targets.ge(options.vocab_size)).logical_and_(targets.ne(options.ignore_index));
+  const at::Tensor wrong =
+      targets.lt(0).logical_or_(targets.ge(options.vocab_size)).logical_and_(targets.ne(options.ignore_index));
   check_value(!wrong.any().item<bool>(), kOp, "a target is out of range, want 0 to ", options.vocab_size - 1, " or ignore_index ",
               options.ignore_index);
 }

@@ -65,8 +65,7 @@ at::Tensor local_part(const ParameterCut& cut, const at::Tensor& whole) {
 
 at::Tensor full_tensor(const ParameterCut& cut, const at::Tensor& part) {
   check_value(part.defined() && part.sizes() == at::IntArrayRef(local_shape(cut)), "full_tensor", "shape ",
-              part.defined() ? part.sizes() : at::IntArrayRef(), ", want this rank's part, ",
-              at::IntArrayRef(local_shape(cut)));
+              part.defined() ? part.sizes() : at::IntArrayRef(), ", want this rank's part, ", at::IntArrayRef(local_shape(cut)));
   at::Tensor whole = part.detach();
   for (const AxisCut& axis : cut.axes) {
     const Comm comm = axis.mesh.get_group();
@@ -93,9 +92,8 @@ void sum_partial_gradients(torch::nn::Module& root) {
     if (parameter == nullptr || !parameter->requires_grad()) continue;  // shared with an earlier name, or frozen
     for (const AxisCut& axis : cut.axes) {
       if (!axis.partial_gradient || axis.mesh.size() == 1) continue;
-      auto bucket = std::find_if(buckets.begin(), buckets.end(), [&](const Bucket& b) {
-        return b.mesh == axis.mesh && b.dtype == parameter->scalar_type();
-      });
+      auto bucket = std::find_if(buckets.begin(), buckets.end(),
+                                 [&](const Bucket& b) { return b.mesh == axis.mesh && b.dtype == parameter->scalar_type(); });
       if (bucket == buckets.end()) bucket = buckets.insert(buckets.end(), {axis.mesh, parameter->scalar_type(), {}});
       bucket->parameters.push_back(*parameter);
     }

@@ -21,9 +21,7 @@ using torch::autograd::variable_list;
 
 at::ScalarType sum_dtype(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
-void check_once(const char* op) {
-  check_value(!at::GradMode::is_enabled(), op, "backward with create_graph = true, want false");
-}
+void check_once(const char* op) { check_value(!at::GradMode::is_enabled(), op, "backward with create_graph = true, want false"); }
 
 /// Sum over the k rows of each token, in expert order; `weights` (N, k) may be undefined.
 at::Tensor sum_rows(const at::Tensor& rows, const at::Tensor& position, const at::Tensor& weights) {
@@ -162,8 +160,8 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const s
   }
   check_value(x.defined() && weight.defined() && x.dim() == 2 && weight.dim() == 3 && x.size(1) == weight.size(2), kOp, "x ",
               x.sizes(), " and weight ", weight.sizes(), ", want (rows, in) and (groups, out, in)");
-  check_value(counts.size() == static_cast<std::size_t>(weight.size(0)) && rows == x.size(0), kOp, counts.size(),
-              " groups with ", rows, " rows, want ", weight.size(0), " with ", x.size(0));
+  check_value(counts.size() == static_cast<std::size_t>(weight.size(0)) && rows == x.size(0), kOp, counts.size(), " groups with ",
+              rows, " rows, want ", weight.size(0), " with ", x.size(0));
   check_value(x.scalar_type() == weight.scalar_type(), kOp, "x is ", x.scalar_type(), ", weight ", weight.scalar_type(),
               ", want equal dtypes");
   return GroupedLinear::apply(x, weight, counts);

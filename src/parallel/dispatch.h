@@ -13,9 +13,9 @@ namespace hyper_parallel::parallel {
 
 /// Where the rows of N tokens with k experts each are; M = N k.
 struct RowOrder {
-  at::Tensor token;     ///< (M) whose row
-  at::Tensor pair;      ///< (M) which (token, choice), as token * k + choice
-  at::Tensor position;  ///< (N, k) of each choice's row
+  at::Tensor token;                  ///< (M) whose row
+  at::Tensor pair;                   ///< (M) which (token, choice), as token * k + choice
+  at::Tensor position;               ///< (N, k) of each choice's row
   std::vector<std::int64_t> counts;  ///< rows of each expert
 };
 

@@ -1,4 +1,5 @@
-// Pairs of collectives as autograd nodes: the backward of each is another function of this file, so any order of derivative works.
+// Pairs of collectives as autograd nodes: the backward of each is another function of this file, so any order of derivative
+// works.
 #include <hyper_parallel/parallel/functions.h>
 
 #include <algorithm>
@@ -55,8 +56,7 @@ std::int64_t checked_dim(const char* op, const at::Tensor& x, std::int64_t dim) 
 void check_sizes(const char* op, const std::vector<std::int64_t>& sizes, const Comm& comm) {
   check_value(sizes.size() == static_cast<std::size_t>(comm.size()), op, sizes.size(), " sizes, want one for each of ",
               comm.size(), " ranks (group ", comm.name(), ')');
-  for (const std::int64_t size : sizes)
-    check_value(size >= 0, op, "size ", size, ", want 0 or more (group ", comm.name(), ')');
+  for (const std::int64_t size : sizes) check_value(size >= 0, op, "size ", size, ", want 0 or more (group ", comm.name(), ')');
 }
 
 DimCut cut_of_input(const char* op, const at::Tensor& x, const Comm& comm, const DimOptions& options) {
@@ -64,8 +64,8 @@ DimCut cut_of_input(const char* op, const at::Tensor& x, const Comm& comm, const
   if (cut.sizes.empty()) cut.sizes.assign(static_cast<std::size_t>(comm.size()), x.size(cut.dim));
   check_sizes(op, cut.sizes, comm);
   const std::int64_t want = cut.sizes[static_cast<std::size_t>(comm.rank())];
-  check_value(x.size(cut.dim) == want, op, "x has shape ", x.sizes(), ", want length ", want, " along dim ", cut.dim,
-              " (group ", comm.name(), ", rank ", comm.rank(), '/', comm.size(), ')');
+  check_value(x.size(cut.dim) == want, op, "x has shape ", x.sizes(), ", want length ", want, " along dim ", cut.dim, " (group ",
+              comm.name(), ", rank ", comm.rank(), '/', comm.size(), ')');
   return cut;
 }
 
@@ -154,12 +154,12 @@ at::Tensor all_to_all(const at::Tensor& x, const Comm& comm, const AllToAllOptio
   const std::int64_t sum = std::accumulate(options.input_rows.begin(), options.input_rows.end(), std::int64_t{0});
   check_value(x.size(0) == sum, kOp, "x has shape ", x.sizes(), ", want ", sum, " rows, the sum of input_rows (group ",
               comm.name(), ')');
-  return with_backward(
-      "HyperParallelAllToAll", x, exchanged(x, comm, options.output_rows, options.input_rows, options.label),
-      [comm, options](const at::Tensor& g) {
-        return all_to_all(
-            g, comm, {.output_rows = options.input_rows, .input_rows = options.output_rows, .label = options.label});
-      });
+  return with_backward("HyperParallelAllToAll", x, exchanged(x, comm, options.output_rows, options.input_rows, options.label),
+                       [comm, options](const at::Tensor& g) {
+                         return all_to_all(
+                             g, comm,
+                             {.output_rows = options.input_rows, .input_rows = options.output_rows, .label = options.label});
+                       });
 }
 
 }  // namespace hyper_parallel::parallel

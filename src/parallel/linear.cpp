@@ -138,9 +138,8 @@ void RowParallelLinearImpl::reset_parameters() {
 }
 
 ParameterCuts RowParallelLinearImpl::own_cuts() const {
-  ParameterCuts cuts{{"weight",
-                      {{out_features, in_features},
-                       axis_cut(options.mesh, holds_whole_ ? Replicate() : Shard(1), holds_whole_)}}};
+  ParameterCuts cuts{
+      {"weight", {{out_features, in_features}, axis_cut(options.mesh, holds_whole_ ? Replicate() : Shard(1), holds_whole_)}}};
   if (options.bias) cuts["bias"] = {{out_features}, axis_cut(options.mesh, Replicate(), options.sequence_parallel)};
   return cuts;
 }

@@ -140,12 +140,13 @@ ParameterCuts GroupedExpertsImpl::own_cuts() const {
 
 void GroupedExpertsImpl::reset_parameters() {
   const ParameterCuts cuts = own_cuts();
-  const FeatureRange own = options.ep_mesh.defined()
-                               ? chunk_of(options.n_experts, static_cast<int>(options.ep_mesh.size()), options.ep_mesh.get_local_rank())
-                               : FeatureRange{0, options.n_experts};
+  const FeatureRange own = options.ep_mesh.defined() ? chunk_of(options.n_experts, static_cast<int>(options.ep_mesh.size()),
+                                                                options.ep_mesh.get_local_rank())
+                                                     : FeatureRange{0, options.n_experts};
   const auto reset = [&](const char* name, at::Tensor& parameter) {
     const at::NoGradGuard no_grad;
-    // Expert by expert, so that one whole matrix is the only memory besides: all are drawn, to use up equally many random numbers.
+    // Expert by expert, so that one whole matrix is the only memory besides: all are drawn, to use up equally many random
+    // numbers.
     ParameterCut matrix = cuts.at(name);
     matrix.shape.erase(matrix.shape.begin());
     std::erase_if(matrix.axes, [](const AxisCut& axis) { return axis.placement.is_shard(0); });
@@ -167,7 +168,8 @@ torch::Tensor GroupedExpertsImpl::forward(torch::Tensor rows, std::vector<std::i
   return grouped_linear(hidden, down_proj, counts);
 }
 
-MixtureOfExpertsImpl::MixtureOfExpertsImpl(std::int64_t size, MoEOptions moe_options) : dim(size), options(std::move(moe_options)) {
+MixtureOfExpertsImpl::MixtureOfExpertsImpl(std::int64_t size, MoEOptions moe_options)
+    : dim(size), options(std::move(moe_options)) {
   check_options(dim, options);
   ep_ = group_of(kOp, options.ep_mesh);
   tp_ = group_of(kOp, options.tp_mesh);
@@ -211,7 +213,8 @@ MoEOutput MixtureOfExpertsImpl::forward(torch::Tensor x, std::int64_t sequence_l
   check_value(x.dim() >= 1 && x.size(-1) == dim, kOp, "x has shape ", x.sizes(), ", want (..., ", dim, ')');
   const auto [chosen, weights, scores] = router(x);
   const SequenceParallel sequence = sequence_of(options);
-  // Each rank of tp_mesh computes a summand of the result for the same tokens, so what flows back into x and the weights is summed.
+  // Each rank of tp_mesh computes a summand of the result for the same tokens, so what flows back into x and the weights is
+  // summed.
   const at::Tensor tokens = enter(x, tp_, sequence, sequence_length, kOp);
   const at::Tensor factors = enter(weights, tp_, sequence, sequence_length, kOp);
   const at::Tensor of_tokens = sequence.enabled ? enter(chosen, tp_, sequence, sequence_length, kOp) : chosen;

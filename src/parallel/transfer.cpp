@@ -41,9 +41,7 @@ Shape times(const Shape& sizes, std::int64_t factor) {
 
 std::int64_t sum_of(const Shape& sizes) { return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}); }
 
-at::Tensor fresh(const Shape& shape, const at::Tensor& like) {
-  return at::empty(shape, like.options().requires_grad(false));
-}
+at::Tensor fresh(const Shape& shape, const at::Tensor& like) { return at::empty(shape, like.options().requires_grad(false)); }
 
 /// Chunk after chunk, each contiguous.
 at::Tensor in_chunks(const at::Tensor& x, const DimCut& cut) {

@@ -121,11 +121,9 @@ TEST(ParallelDense, LinearsInAllTheirForms) {
           };
           for (const bool gather : {false, true}) {
             for (const bool sequence : {false, true}) {
-              ColumnParallelLinear layer(in, out,
-                                         ParallelLinearOptions{.mesh = mesh,
-                                                               .bias = bias,
-                                                               .gather_output = gather,
-                                                               .sequence_parallel = sequence});
+              ColumnParallelLinear layer(
+                  in, out,
+                  ParallelLinearOptions{.mesh = mesh, .bias = bias, .gather_output = gather, .sequence_parallel = sequence});
               load_whole(layer, parameters_of(*whole));
               whole->zero_grad();
               expect_same_layer(
@@ -136,11 +134,10 @@ TEST(ParallelDense, LinearsInAllTheirForms) {
           }
           for (const bool parallel : {false, true}) {
             for (const bool sequence : {false, true}) {
-              RowParallelLinear layer(in, out,
-                                      ParallelLinearOptions{.mesh = mesh,
-                                                            .bias = bias,
-                                                            .input_is_parallel = parallel,
-                                                            .sequence_parallel = sequence});
+              RowParallelLinear layer(
+                  in, out,
+                  ParallelLinearOptions{
+                      .mesh = mesh, .bias = bias, .input_is_parallel = parallel, .sequence_parallel = sequence});
               load_whole(layer, parameters_of(*whole));
               whole->zero_grad();
               expect_same_layer(
@@ -171,10 +168,12 @@ TEST(ParallelDense, UnevenRangesKeepTheWholeWeight) {
       EXPECT_EQ(column->own_cuts().at("weight").axes[0].partial_gradient, !even);
       EXPECT_EQ(column->weight.size(0), even ? 2 : 6);
       load_whole(column, parameters_of(*whole));
-      expect_same_layer(column, whole, wave({2, 5, 6}, 1), same, own, [&](const Tensor& t) { return column(t); }, "column");
+      expect_same_layer(
+          column, whole, wave({2, 5, 6}, 1), same, own, [&](const Tensor& t) { return column(t); }, "column");
       whole->zero_grad();
       load_whole(row, parameters_of(*whole));
-      expect_same_layer(row, whole, wave({2, 5, 6}, 1), own, same, [&](const Tensor& t) { return row(t); }, "row");
+      expect_same_layer(
+          row, whole, wave({2, 5, 6}, 1), own, same, [&](const Tensor& t) { return row(t); }, "row");
     });
   }
 }
@@ -233,7 +232,7 @@ TEST(ParallelDense, ResetParametersOfUnitsGivesTheSameModelForEveryWorld) {
 TEST(ParallelDense, TheLossIsThatOfWholeLogits) {
   for (const int world : kWorlds) {
     run_ranks(world, [&](int rank) {
-      for (const int64_t vocab : {11, 3, 1}) {  // 3 and 1: ranks without any column
+      for (const int64_t vocab : {11, 3, 1}) {    // 3 and 1: ranks without any column
         for (const double size : {1.0, 300.0}) {  // exp(300) overflows
           for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kBFloat16}) {
             for (const auto reduction : {LossReduction::kMean, LossReduction::kSum, LossReduction::kNone}) {
@@ -274,8 +273,7 @@ TEST(ParallelDense, LossOfNothing) {
     const Tensor logits = wave({3, 2}, 1).requires_grad_();
     const Tensor ignored = torch::full({3}, -100, torch::kLong);
     EXPECT_TRUE(parallel_cross_entropy(logits, ignored, {.mesh = mesh, .vocab_size = 4}).isnan().item<bool>());
-    const Tensor sum =
-        parallel_cross_entropy(logits, ignored, {.mesh = mesh, .vocab_size = 4, .reduction = LossReduction::kSum});
+    const Tensor sum = parallel_cross_entropy(logits, ignored, {.mesh = mesh, .vocab_size = 4, .reduction = LossReduction::kSum});
     EXPECT_EQ(sum.item<float>(), 0);
     sum.backward();
     EXPECT_TRUE(logits.grad().equal(torch::zeros({3, 2})));
@@ -383,7 +381,9 @@ TEST(ParallelDense, Errors) {
                 HasSubstr("has 2 axes, want one: pass mesh[\"tp\"]"));
     EXPECT_THAT(value_error([&] { return RowParallelLinear(-1, 2, ParallelLinearOptions{.mesh = mesh}); }),
                 HasSubstr("[RowParallelLinear] -1 input and 2 output features"));
-    EXPECT_THAT(value_error([&] { return ColumnParallelLinear(2, 2, ParallelLinearOptions{.mesh = mesh, .ranges = {{0, 2}}}); }),
+    EXPECT_THAT(value_error([&] {
+                  return ColumnParallelLinear(2, 2, ParallelLinearOptions{.mesh = mesh, .ranges = {{0, 2}}});
+                }),
                 HasSubstr("1 ranges, want one for each of 2 ranks"));
     EXPECT_THAT(value_error([&] {
                   return ColumnParallelLinear(2, 2, ParallelLinearOptions{.mesh = mesh, .ranges = {{0, 2}, {1, 3}}});
@@ -394,11 +394,15 @@ TEST(ParallelDense, Errors) {
                       3, 3, ParallelLinearOptions{.mesh = mesh, .gather_output = true, .ranges = {{0, 2}, {1, 3}}});
                 }),
                 HasSubstr("gather_output with ranges that overlap"));
-    EXPECT_THAT(
-        value_error([&] { return RowParallelLinear(3, 3, ParallelLinearOptions{.mesh = mesh, .ranges = {{0, 1}, {2, 3}}}); }),
-        HasSubstr("ranges overlap or leave gaps"));
+    EXPECT_THAT(value_error([&] {
+                  return RowParallelLinear(3, 3, ParallelLinearOptions{.mesh = mesh, .ranges = {{0, 1}, {2, 3}}});
+                }),
+                HasSubstr("ranges overlap or leave gaps"));
     VocabParallelEmbedding table(4, 2, ParallelEmbeddingOptions{mesh});
-    EXPECT_THAT(value_error([&] { return table(torch::tensor({1, 4}, torch::kLong)); }), HasSubstr("tokens from 1 to 4, want 0 to 3"));
+    EXPECT_THAT(value_error([&] {
+                  return table(torch::tensor({1, 4}, torch::kLong));
+                }),
+                HasSubstr("tokens from 1 to 4, want 0 to 3"));
     EXPECT_THAT(value_error([&] { return VocabParallelEmbedding(-1, 2); }), HasSubstr("-1 embeddings of 2 elements"));
     const Tensor logits = wave({3, 2}, 0), targets = torch::zeros({3}, torch::kLong);
     const auto loss = [&](const Tensor& l, const Tensor& t, int64_t vocab) {
@@ -410,8 +414,13 @@ TEST(ParallelDense, Errors) {
     EXPECT_THAT(loss(logits, targets + 4, 4), HasSubstr("a target is out of range, want 0 to 3 or ignore_index -100"));
     EXPECT_THAT(loss(targets, targets, 4), HasSubstr("want floats"));
     EXPECT_THAT(value_error([&] { load_whole(table, {}); }), HasSubstr("no value for parameter weight"));
-    EXPECT_THAT(value_error([&] { load_whole(table, {{"weight", wave({2, 2}, 0)}}); }), HasSubstr("has shape [2, 2], want [4, 2]"));
-    EXPECT_THAT(value_error([&] { return full_tensor(table->own_cuts().at("weight"), wave({4, 2}, 0)); }),
+    EXPECT_THAT(value_error([&] {
+                  load_whole(table, {{"weight", wave({2, 2}, 0)}});
+                }),
+                HasSubstr("has shape [2, 2], want [4, 2]"));
+    EXPECT_THAT(value_error([&] {
+                  return full_tensor(table->own_cuts().at("weight"), wave({4, 2}, 0));
+                }),
                 HasSubstr("want this rank's part, [2, 2]"));
   });
 }

@@ -99,7 +99,8 @@ TEST(ParallelFunctions, AllGatherReduceScatter) {
     const int64_t d = dim < 0 ? dim + 3 : dim;
     const auto mine = static_cast<std::size_t>(rank);
     const auto all = of_all(comm.size(), [&](int r) { return values(d, sizes[static_cast<std::size_t>(r)], r); });
-    const auto cotangents = of_all(comm.size(), [&](int r) { return values(d, sum_of(sizes), r, 1); }, false);
+    const auto cotangents = of_all(
+        comm.size(), [&](int r) { return values(d, sum_of(sizes), r, 1); }, false);
     const Tensor x = all[mine].detach().clone().requires_grad_();
     const Tensor whole = torch::cat(all, d).detach();
     expect_same(all_gather_reduce_scatter(x, comm, {.dim = dim, .sizes = sizes}), whole, x, cotangents[mine],
@@ -116,8 +117,8 @@ TEST(ParallelFunctions, ReduceScatterAllGather) {
     const int64_t d = dim < 0 ? dim + 3 : dim;
     const auto mine = static_cast<std::size_t>(rank);
     const auto all = of_all(comm.size(), [&](int r) { return values(d, sum_of(sizes), r); });
-    const auto cotangents =
-        of_all(comm.size(), [&](int r) { return values(d, sizes[static_cast<std::size_t>(r)], r, 1); }, false);
+    const auto cotangents = of_all(
+        comm.size(), [&](int r) { return values(d, sizes[static_cast<std::size_t>(r)], r, 1); }, false);
     const Tensor x = all[mine].detach().clone().requires_grad_(), gradient = torch::cat(cotangents, d);
     expect_same(reduce_scatter_all_gather(x, comm, {.dim = dim, .sizes = sizes}),
                 in_rank_order(all).detach().split_with_sizes(sizes, d)[mine], x, cotangents[mine], gradient, what);
@@ -219,8 +220,12 @@ TEST(ParallelFunctions, WithoutGradientNothingIsRecordedOrSentBack) {
     const Comm comm = current_world().comm();
     Tensor x = wave({4, 3}, rank);
     const auto all = [&] {
-      return std::vector<Tensor>{identity_all_reduce(x, comm), all_reduce_identity(x, comm), all_gather_reduce_scatter(x, comm),
-                                 reduce_scatter_all_gather(x, comm), all_gather_split(x, comm), split_all_gather(x, comm),
+      return std::vector<Tensor>{identity_all_reduce(x, comm),
+                                 all_reduce_identity(x, comm),
+                                 all_gather_reduce_scatter(x, comm),
+                                 reduce_scatter_all_gather(x, comm),
+                                 all_gather_split(x, comm),
+                                 split_all_gather(x, comm),
                                  all_to_all(x, comm, {.output_rows = {2, 2}, .input_rows = {2, 2}})};
     };
     for (const Tensor& y : all()) EXPECT_FALSE(y.requires_grad());
@@ -318,15 +323,24 @@ TEST(ParallelFunctions, Errors) {
     EXPECT_EQ(value_error([&] { return all_gather_reduce_scatter(x, comm, {.dim = 2}); }),
               "[all_gather_reduce_scatter] dim 2 of a tensor of shape [4, 3], want one of its 2 dimensions");
     EXPECT_EQ(value_error([&] { return identity_all_reduce({}, comm); }), "[identity_all_reduce] x is an undefined tensor");
-    EXPECT_NE(value_error([&] { return all_gather_split(x, comm, {.sizes = {4}}); }).find("1 sizes, want one for each of 2 ranks"),
+    EXPECT_NE(
+        value_error([&] { return all_gather_split(x, comm, {.sizes = {4}}); }).find("1 sizes, want one for each of 2 ranks"),
+        std::string::npos);
+    EXPECT_NE(value_error([&] {
+                return all_gather_split(x, comm, {.sizes = {3, 3}});
+              }).find("want length 3 along dim 0"),
               std::string::npos);
-    EXPECT_NE(value_error([&] { return all_gather_split(x, comm, {.sizes = {3, 3}}); }).find("want length 3 along dim 0"),
+    EXPECT_NE(value_error([&] {
+                return split_all_gather(x, comm, {.sizes = {3, 2}});
+              }).find("want length 5 along dim 0, the sum"),
               std::string::npos);
-    EXPECT_NE(value_error([&] { return split_all_gather(x, comm, {.sizes = {3, 2}}); }).find("want length 5 along dim 0, the sum"),
+    EXPECT_NE(value_error([&] {
+                return split_all_gather(x, comm, {.sizes = {5, -1}});
+              }).find("size -1, want 0 or more"),
               std::string::npos);
-    EXPECT_NE(value_error([&] { return split_all_gather(x, comm, {.sizes = {5, -1}}); }).find("size -1, want 0 or more"),
-              std::string::npos);
-    EXPECT_NE(value_error([&] { return all_to_all(x, comm, {.output_rows = {1, 1}, .input_rows = {1, 1}}); }).find("want 2 rows"),
+    EXPECT_NE(value_error([&] {
+                return all_to_all(x, comm, {.output_rows = {1, 1}, .input_rows = {1, 1}});
+              }).find("want 2 rows"),
               std::string::npos);
     EXPECT_NE(value_error([] { return ceil_chunks(-1, 2); }).find("[ceil_chunks] -1 elements over 2 ranks"), std::string::npos);
   });

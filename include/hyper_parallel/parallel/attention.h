@@ -16,8 +16,8 @@ struct ParallelSwiGLUOptions {
   std::int64_t sequence_dim = 1;
 };
 
-/// down_proj(silu(gate_proj(x)) * up_proj(x)) (Shazeer 2020); hidden features in ceil chunks, any number of them. x is brought to all
-/// ranks once for both projections. Children: gate_proj, up_proj, down_proj.
+/// down_proj(silu(gate_proj(x)) * up_proj(x)) (Shazeer 2020); hidden features in ceil chunks, any number of them. x is brought to
+/// all ranks once for both projections. Children: gate_proj, up_proj, down_proj.
 class HP_API ParallelSwiGLUImpl : public torch::nn::Module {
  public:
   ParallelSwiGLUImpl(std::int64_t dim, std::int64_t hidden, ParallelSwiGLUOptions options = {});
@@ -65,11 +65,11 @@ struct AttentionArguments {
 
 /// Self-attention with optional rotary positions ("rotate half") and grouped key and value heads.
 ///
-/// Heads are whole on a rank. Where the ranks divide n_heads (n_kv_heads), the weights are cut. Where they do not, heads are given
-/// out evenly, the first ranks one more: each rank then holds whole weights, computes its heads of them, and the gradient is
-/// partial (AxisCut::partial_gradient). So are keys and values where there are fewer heads of them than ranks: ranks that share a
-/// head both compute it. More ranks than heads: some have none, and take part in the communication.
-/// Children: q_proj, k_proj, v_proj, o_proj.
+/// Heads are whole on a rank. Where the ranks divide n_heads (n_kv_heads), the weights are cut. Where they do not, heads are
+/// given out evenly, the first ranks one more: each rank then holds whole weights, computes its heads of them, and the gradient
+/// is partial (AxisCut::partial_gradient). So are keys and values where there are fewer heads of them than ranks: ranks that
+/// share a head both compute it. More ranks than heads: some have none, and take part in the communication. Children: q_proj,
+/// k_proj, v_proj, o_proj.
 class HP_API ParallelAttentionImpl : public torch::nn::Module {
  public:
   /// ValueError: n_heads that is no multiple of n_kv_heads, sizes below 1, sequence_parallel along another dimension than 1.

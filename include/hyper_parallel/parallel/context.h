@@ -1,6 +1,6 @@
 #pragma once
-// Context parallelism: long sequences are split over the ranks of a mesh axis. Everything but attention works on this rank's tokens
-// alone; attention gathers keys and values of all ranks (all-gather-KV, as in Llama 3, Dubey et al. 2024).
+// Context parallelism: long sequences are split over the ranks of a mesh axis. Everything but attention works on this rank's
+// tokens alone; attention gathers keys and values of all ranks (all-gather-KV, as in Llama 3, Dubey et al. 2024).
 //
 //   kZigZag, 3 ranks, the sequence in 6 chunks:   0 | 1 | 2 | 3 | 4 | 5          chunks of each rank: (0, 5) (1, 4) (2, 3)
 //
@@ -61,9 +61,9 @@ struct ContextAttentionOptions {
 /// H_kv, query head h reads key head h / (H / H_kv)
 /// \param comm the ranks that share the sequence: split.ranks() of them; undefined: alone
 /// \return (B, H, own length, D_v)
-/// Collective, forward and backward: one all-gather of keys and values, (W - 1) B H_kv (D + D_v) own length elements sent, and one
-/// reduce-scatter of their gradients. Ranks without any position take part. Gathered keys and values are kept for backward: wrap
-/// the layer in hp::checkpoint to gather them again instead. ValueError: shapes that do not fit.
+/// Collective, forward and backward: one all-gather of keys and values, (W - 1) B H_kv (D + D_v) own length elements sent, and
+/// one reduce-scatter of their gradients. Ranks without any position take part. Gathered keys and values are kept for backward:
+/// wrap the layer in hp::checkpoint to gather them again instead. ValueError: shapes that do not fit.
 [[nodiscard]] HP_API at::Tensor context_parallel_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                            const Comm& comm, const SequenceSplit& split,
                                                            const ContextAttentionOptions& options = {});

@@ -20,13 +20,13 @@ namespace hyper_parallel::parallel {
 struct AxisCut {
   DeviceMesh mesh;      ///< of this one axis: its name is mesh.mesh_dim_names()[0]
   Placement placement;  ///< Shard(dim) in ceil chunks, or Replicate()
-  /// With Replicate(): the gradient that a rank computes is one summand, to be summed over the axis before it is used. False: every
-  /// rank computes the whole gradient.
+  /// With Replicate(): the gradient that a rank computes is one summand, to be summed over the axis before it is used. False:
+  /// every rank computes the whole gradient.
   bool partial_gradient = false;
 };
 
-/// A parameter of a parallel layer. Axes that are not listed replicate it, and every rank along them computes the whole gradient of
-/// its own data.
+/// A parameter of a parallel layer. Axes that are not listed replicate it, and every rank along them computes the whole gradient
+/// of its own data.
 struct ParameterCut {
   std::vector<std::int64_t> shape;  ///< of the whole parameter
   std::vector<AxisCut> axes;        ///< each cuts another dimension
@@ -56,15 +56,17 @@ template <class Contained>
 /// The whole tensor of which every rank passes its part. Collective over the axes. ValueError: not the shape of the part.
 [[nodiscard]] HP_API at::Tensor full_tensor(const ParameterCut& cut, const at::Tensor& part);
 
-/// Sums the gradients that are declared partial over their axes, bucketed by axis and dtype, in the order of names; a gradient that
-/// is absent on this rank counts as zero. For models that no unit reduces. Once per step, after the last backward. Collective
-/// over the axes.
+/// Sums the gradients that are declared partial over their axes, bucketed by axis and dtype, in the order of names; a gradient
+/// that is absent on this rank counts as zero. For models that no unit reduces. Once per step, after the last backward.
+/// Collective over the axes.
 HP_API void sum_partial_gradients(torch::nn::Module& root);
 template <class Contained>
-void sum_partial_gradients(const torch::nn::ModuleHolder<Contained>& holder) { sum_partial_gradients(*holder.ptr()); }
+void sum_partial_gradients(const torch::nn::ModuleHolder<Contained>& holder) {
+  sum_partial_gradients(*holder.ptr());
+}
 
-/// Fills the parameters of `root` from whole tensors that every rank has, by full name; parameters that no parallel layer owns are
-/// copied in full. Local. ValueError, nothing is changed then: a parameter without value, a wrong shape.
+/// Fills the parameters of `root` from whole tensors that every rank has, by full name; parameters that no parallel layer owns
+/// are copied in full. Local. ValueError, nothing is changed then: a parameter without value, a wrong shape.
 HP_API void load_whole(torch::nn::Module& root, const std::map<std::string, at::Tensor>& values);
 template <class Contained>
 void load_whole(const torch::nn::ModuleHolder<Contained>& holder, const std::map<std::string, at::Tensor>& values) {

@@ -9,14 +9,14 @@
 namespace hyper_parallel::parallel {
 
 struct ParallelEmbeddingOptions {
-  DeviceMesh mesh = {};  ///< one axis; undefined: the layer is not cut
+  DeviceMesh mesh = {};            ///< one axis; undefined: the layer is not cut
   bool sequence_parallel = false;  ///< the output is this rank's ceil chunk of the sequence
   std::int64_t sequence_dim = 1;   ///< of the output
 };
 
-/// Table (vocabulary, dim) cut in ceil chunks along dim 0; the vocabulary need not divide evenly. Each rank looks up the tokens it
-/// has, and the rows are summed over the ranks: one term of each sum is not zero, so the result is that of the whole table, bit
-/// for bit. Initialised like torch::nn::Embedding from the same random numbers. Parameter: weight.
+/// Table (vocabulary, dim) cut in ceil chunks along dim 0; the vocabulary need not divide evenly. Each rank looks up the tokens
+/// it has, and the rows are summed over the ranks: one term of each sum is not zero, so the result is that of the whole table,
+/// bit for bit. Initialised like torch::nn::Embedding from the same random numbers. Parameter: weight.
 class HP_API VocabParallelEmbeddingImpl : public torch::nn::Module, public ParallelModule {
  public:
   /// Collective over the axis where its group is used for the first time. ValueError: sizes < 0, a mesh of several axes.

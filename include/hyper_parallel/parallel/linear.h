@@ -56,8 +56,8 @@ struct ParallelLinearOptions {
 /// number of ranks. Parameters: weight, bias (cut like the rows).
 class HP_API ColumnParallelLinearImpl : public torch::nn::Module, public ParallelModule {
  public:
-  /// Collective over the axis where its group is used for the first time. ValueError: sizes < 0, a mesh of several axes, ranges that
-  /// do not fit, gather_output with ranges that overlap or leave gaps.
+  /// Collective over the axis where its group is used for the first time. ValueError: sizes < 0, a mesh of several axes, ranges
+  /// that do not fit, gather_output with ranges that overlap or leave gaps.
   ColumnParallelLinearImpl(std::int64_t in_features, std::int64_t out_features, ParallelLinearOptions options = {});
   /// x (..., in) -> (..., own features), or (..., out) with gather_output. Collective, forward and backward.
   /// \param sequence_length with sequence_parallel: length of the whole sequence, in ceil chunks; 0: all ranks have as much
@@ -86,8 +86,8 @@ class HP_API RowParallelLinearImpl : public torch::nn::Module, public ParallelMo
  public:
   /// As ColumnParallelLinear; `ranges` must not overlap.
   RowParallelLinearImpl(std::int64_t in_features, std::int64_t out_features, ParallelLinearOptions options = {});
-  /// x (..., own features), or (..., in) without input_is_parallel -> (..., out); with sequence_parallel this rank's ceil chunk of
-  /// it along sequence_dim. Collective, forward and backward.
+  /// x (..., own features), or (..., in) without input_is_parallel -> (..., out); with sequence_parallel this rank's ceil chunk
+  /// of it along sequence_dim. Collective, forward and backward.
   torch::Tensor forward(torch::Tensor x);
   void reset_parameters();
   [[nodiscard]] ParameterCuts own_cuts() const override;

@@ -41,20 +41,20 @@ struct MoEOptions {
   double route_scale = 1.0;       ///< multiplies the weights
   /// Factor of the auxiliary loss (Fedus et al. 2021): n_experts * sum over experts of (share of the assignments) * (mean score).
   double aux_loss_weight = 0.0;
-  /// Step of the balancing by bias (Wang et al. 2024): an expert with fewer tokens than the mean becomes more likely to be chosen.
-  /// The bias has no influence on the weights. 0: no bias. Needs a call of update_bias() in every step.
+  /// Step of the balancing by bias (Wang et al. 2024): an expert with fewer tokens than the mean becomes more likely to be
+  /// chosen. The bias has no influence on the weights. 0: no bias. Needs a call of update_bias() in every step.
   double bias_update_speed = 0.0;
   DeviceMesh ep_mesh = {};  ///< experts in ceil chunks; its ranks have different tokens. Undefined: this rank has all experts
   DeviceMesh tp_mesh = {};  ///< cuts the hidden features of each expert; its ranks have the same tokens
-  /// The ranks whose tokens are balanced together, one axis (flatten several): usually all that have different tokens. Their loads
-  /// are summed. Undefined: this rank's tokens alone.
+  /// The ranks whose tokens are balanced together, one axis (flatten several): usually all that have different tokens. Their
+  /// loads are summed. Undefined: this rank's tokens alone.
   DeviceMesh balance_mesh = {};
   bool sequence_parallel = false;  ///< over tp_mesh
   std::int64_t sequence_dim = 1;
 };
 
-/// Chooses experts. Parameter: weight (n_experts, dim), on all ranks, in the role of a torch::nn::Linear without bias; computed in
-/// fp32. Buffers: expert_bias (fp32) and tokens_per_expert (int64, since the last update_bias), where bias_update_speed > 0.
+/// Chooses experts. Parameter: weight (n_experts, dim), on all ranks, in the role of a torch::nn::Linear without bias; computed
+/// in fp32. Buffers: expert_bias (fp32) and tokens_per_expert (int64, since the last update_bias), where bias_update_speed > 0.
 class HP_API MoERouterImpl : public torch::nn::Module, public ParallelModule {
  public:
   MoERouterImpl(std::int64_t dim, const MoEOptions& options);
@@ -80,13 +80,14 @@ class HP_API MoERouterImpl : public torch::nn::Module, public ParallelModule {
 };
 HP_MODULE(MoERouter);
 
-/// The experts that this rank has. Parameters: gate_proj, up_proj (n_experts, ffn_dim, dim), down_proj (n_experts, dim, ffn_dim); dim
-/// 0 is cut over ep_mesh, ffn_dim over tp_mesh. Each expert's matrices are initialised like those of torch::nn::Linear. A unit of
-/// its own for fully_shard, on the mesh of the ranks that have the same experts.
+/// The experts that this rank has. Parameters: gate_proj, up_proj (n_experts, ffn_dim, dim), down_proj (n_experts, dim, ffn_dim);
+/// dim 0 is cut over ep_mesh, ffn_dim over tp_mesh. Each expert's matrices are initialised like those of torch::nn::Linear. A
+/// unit of its own for fully_shard, on the mesh of the ranks that have the same experts.
 class HP_API GroupedExpertsImpl : public torch::nn::Module, public ParallelModule {
  public:
   GroupedExpertsImpl(std::int64_t dim, const MoEOptions& options);
-  /// rows (sum of counts, dim) in the order of this rank's experts -> the same shape; with tp_mesh a summand of the result. Local.
+  /// rows (sum of counts, dim) in the order of this rank's experts -> the same shape; with tp_mesh a summand of the result.
+  /// Local.
   torch::Tensor forward(torch::Tensor rows, std::vector<std::int64_t> counts);
   void reset_parameters();
   [[nodiscard]] ParameterCuts own_cuts() const override;
@@ -110,9 +111,9 @@ struct MoEOutput {
 
 /// The whole layer. Children: router, experts, shared_expert (a ParallelSwiGLU).
 ///
-/// Gradients: those of the experts contain the tokens of all ranks of ep_mesh; that of the router is of this rank's tokens, like that
-/// of any parameter of a data-parallel model; the mean of aux_loss over the ranks of balance_mesh is the auxiliary loss of all their
-/// tokens.
+/// Gradients: those of the experts contain the tokens of all ranks of ep_mesh; that of the router is of this rank's tokens, like
+/// that of any parameter of a data-parallel model; the mean of aux_loss over the ranks of balance_mesh is the auxiliary loss of
+/// all their tokens.
 class HP_API MixtureOfExpertsImpl : public torch::nn::Module {
  public:
   /// Collective over the axes where their groups are used for the first time. ValueError: numbers out of range, a mesh of several
@@ -121,9 +122,9 @@ class HP_API MixtureOfExpertsImpl : public torch::nn::Module {
   /// x (..., dim). Collective over ep_mesh, tp_mesh and, with an auxiliary loss, balance_mesh.
   /// \param sequence_length as in ColumnParallelLinear
   MoEOutput forward(torch::Tensor x, std::int64_t sequence_length = 0);
-  /// Moves the bias of each expert by bias_update_speed towards the mean load since the last call, and forgets the loads. Once per
-  /// step. Collective over balance_mesh. A recomputation (hp::checkpoint) counts its tokens twice, which changes no sign. No-op
-  /// without bias.
+  /// Moves the bias of each expert by bias_update_speed towards the mean load since the last call, and forgets the loads. Once
+  /// per step. Collective over balance_mesh. A recomputation (hp::checkpoint) counts its tokens twice, which changes no sign.
+  /// No-op without bias.
   void update_bias();
 
   const std::int64_t dim;

@@ -11,8 +11,8 @@ namespace hyper_parallel::parallel {
 struct ParallelNormOptions {
   DeviceMesh mesh = {};  ///< one axis; undefined: a plain norm
   /// x is this rank's part of the sequence: the gradient of the weight, which all ranks have, is partial over the axis
-  /// (AxisCut::partial_gradient): sum_partial_gradients, or the gradient rule of the unit, sums it. False: x is whole on all ranks,
-  /// and so is the gradient.
+  /// (AxisCut::partial_gradient): sum_partial_gradients, or the gradient rule of the unit, sums it. False: x is whole on all
+  /// ranks, and so is the gradient.
   bool sequence_parallel = true;
   double eps = 1e-5;
   bool bias = true;  ///< LayerNorm only
