@@ -77,6 +77,7 @@ std::vector<Piece> SequenceSplit::pieces(int rank) const {
   const int chunks = order_ == SequenceOrder::kZigZag ? 2 * ranks_ : ranks_;
   const std::int64_t chunk = (length_ + chunks - 1) / chunks;
   const auto piece = [&](std::int64_t i) { return Piece{std::min(length_, i * chunk), std::min(length_, (i + 1) * chunk)}; };
+  if (ranks_ == 1) return {{0, length_}};
   if (order_ == SequenceOrder::kContiguous) return {piece(rank)};
   return {piece(rank), piece(chunks - 1 - rank)};
 }
