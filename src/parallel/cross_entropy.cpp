@@ -136,7 +136,7 @@ at::Tensor parallel_cross_entropy(const at::Tensor& logits, const at::Tensor& ta
                                   const ParallelCrossEntropyOptions& options) {
   check_arguments(logits, targets, options, group_of(kOp, options.mesh));
   const at::Tensor flat = targets.reshape({-1});
-  const at::Tensor losses = CrossEntropy::apply(logits.reshape({-1, logits.size(-1)}), flat, options);
+  const at::Tensor losses = CrossEntropy::apply(logits.reshape({flat.numel(), logits.size(-1)}), flat, options);
   switch (options.reduction) {
     case LossReduction::kNone:
       return losses.view(targets.sizes());

@@ -156,24 +156,24 @@ TEST(ParallelDense, UnevenRangesKeepTheWholeWeight) {
   for (const int world : {2, 3, 4}) {
     run_ranks(world, [&](int rank) {
       const DeviceMesh mesh = tp_mesh();
-      const auto ranges = balanced_ranges(3, 2, world);  // three units of two features
+      const auto ranges = balanced_ranges(5, 2, world);  // five units of two features
       const FeatureRange mine = ranges[static_cast<std::size_t>(rank)];
-      torch::nn::Linear whole(6, 6);
+      torch::nn::Linear whole(10, 10);
       seed_parameters(*whole, 2);
       const auto same = [](const Tensor& t) { return t; };
       const auto own = [&](const Tensor& t) { return t.narrow(-1, mine.begin, mine.size()); };
-      ColumnParallelLinear column(6, 6, ParallelLinearOptions{.mesh = mesh, .ranges = ranges});
-      RowParallelLinear row(6, 6, ParallelLinearOptions{.mesh = mesh, .ranges = ranges});
-      const bool even = ranges == std::vector<FeatureRange>{{0, 2}, {2, 4}, {4, 6}};
+      ColumnParallelLinear column(10, 10, ParallelLinearOptions{.mesh = mesh, .ranges = ranges});
+      RowParallelLinear row(10, 10, ParallelLinearOptions{.mesh = mesh, .ranges = ranges});
+      const bool even = world == 3;  // 4, 4, 2 are the ceil chunks as well
       EXPECT_EQ(column->own_cuts().at("weight").axes[0].partial_gradient, !even);
-      EXPECT_EQ(column->weight.size(0), even ? 2 : 6);
+      EXPECT_EQ(column->weight.size(0), even ? mine.size() : 10);
       load_whole(column, parameters_of(*whole));
       expect_same_layer(
-          column, whole, wave({2, 5, 6}, 1), same, own, [&](const Tensor& t) { return column(t); }, "column");
+          column, whole, wave({2, 5, 10}, 1), same, own, [&](const Tensor& t) { return column(t); }, "column");
       whole->zero_grad();
       load_whole(row, parameters_of(*whole));
       expect_same_layer(
-          row, whole, wave({2, 5, 6}, 1), own, same, [&](const Tensor& t) { return row(t); }, "row");
+          row, whole, wave({2, 5, 10}, 1), own, same, [&](const Tensor& t) { return row(t); }, "row");
     });
   }
 }
