@@ -198,7 +198,8 @@ TEST(ParallelMoE, ExpertsWithoutTokensHaveZeroGradients) {
 }
 
 TEST(ParallelMoE, SameBitsForEveryNumberOfRanks) {
-  // Weights equal, tokens equal: what is summed, and in which order, does not depend on the ranks.
+  // What is summed, and in which order, does not depend on the ranks. Whole numbers make the router's products exact, which of
+  // other numbers a matrix product of more rows may round differently.
   std::map<int, Tensor> outputs;
   for (const int world : {1, 2, 4}) {
     run_ranks(world, [&](int rank) {
@@ -208,8 +209,10 @@ TEST(ParallelMoE, SameBitsForEveryNumberOfRanks) {
       seed_parameters(*whole, 3);
       options.ep_mesh = mesh;
       MixtureOfExperts cut(kDim, options);
-      load_whole(cut, parameters_of(*whole));
-      const Tensor tokens = wave({8, kDim}, 1);
+      Tensors values = parameters_of(*whole);
+      values["router.weight"] = (values["router.weight"] * 4).round();
+      load_whole(cut, values);
+      const Tensor tokens = (wave({8, kDim}, 1) * 4).round();
       const Tensor y = cut(tokens.chunk(world)[static_cast<std::size_t>(rank)]).output.detach();
       const Tensor all = all_gather_split(y, mesh.get_group());
       if (rank == 0) outputs[world] = all;
@@ -252,11 +255,18 @@ TEST(ParallelMoE, BiasBalancesTheLoad) {
       const DeviceMesh mesh = init_device_mesh("cpu", {world}, {"ep"});
       MoEOptions options = options_of(4, 1);
       options.score = RouterScore::kSigmoid;
-      options.bias_update_speed = 0.05;
+      options.bias_update_speed = 0.005;
       options.ep_mesh = options.balance_mesh = mesh;
       MixtureOfExperts moe(kDim, options);
       seed_parameters(*moe->router, 3);
-      const Tensor tokens = wave({32, kDim}, 1).chunk(world)[static_cast<std::size_t>(rank)];
+      auto generator = at::detail::createCPUGenerator(4);
+      Tensor all_tokens = torch::randn({32, kDim}, generator);
+      all_tokens.select(1, 0).fill_(1);
+      {
+        torch::NoGradGuard no_grad;
+        moe->router->weight[2][0] += 1;  // everybody's favourite
+      }
+      const Tensor tokens = all_tokens.chunk(world)[static_cast<std::size_t>(rank)];
       const auto loads = [&] {
         (void)moe(tokens);
         Tensor all = moe->router->tokens_per_expert.clone();
@@ -266,13 +276,13 @@ TEST(ParallelMoE, BiasBalancesTheLoad) {
       const int64_t before = loads().max().item<int64_t>();
       moe->update_bias();
       EXPECT_EQ(moe->router->tokens_per_expert.sum().item<int64_t>(), 0);
-      for (int step = 0; step < 60; ++step) {
+      for (int step = 0; step < 150; ++step) {
         (void)moe(tokens);
         moe->update_bias();
       }
       const int64_t after = loads().max().item<int64_t>();
-      EXPECT_LT(after, before);
-      EXPECT_LE(after, 13);  // 8 would be even
+      EXPECT_GE(before, 20);
+      EXPECT_LE(after, 12);  // 8 would be even
       // Evaluation counts nothing; the bias is no part of the weights.
       moe->update_bias();
       moe->eval();
