@@ -348,6 +348,36 @@ TEST(ParallelMoE, ValuesDependOnTheSeedOnly) {
   });
 }
 
+TEST(ParallelMoE, ResetParametersOfUnitsGivesTheSameModelForEveryWorld) {
+  std::map<int, Tensors> values;
+  for (const int world : {1, 2, 4}) {
+    run_ranks(world, [&](int rank) {
+      const DeviceMesh mesh = init_device_mesh("cpu", {1, world}, {"edp", "ep"});
+      MoEOptions options = options_of(5, 2);
+      options.bias_update_speed = 0.1;
+      options.ep_mesh = mesh["ep"];
+      MixtureOfExperts model{nullptr};
+      {
+        const MetaInit no_memory;
+        model = MixtureOfExperts(kDim, options);
+      }
+      const auto cuts = parameter_cuts(model);
+      fully_shard(model->experts, {.mesh = mesh["edp"]});
+      HSDPModule root = fully_shard(model, {.mesh = mesh["ep"]});
+      root.reset_parameters(3);
+      EXPECT_TRUE(model->router->expert_bias.equal(torch::zeros({5})));
+      Tensors whole;
+      for (auto& [name, parameter] : root.named_dtensors()) whole[name] = full_tensor(cuts.at(name), parameter.full_tensor());
+      if (rank == 0) values[world] = whole;
+    });
+  }
+  for (const auto& [name, value] : values.at(1)) {
+    EXPECT_GT(value.std().item<double>(), 0.1) << name;
+    EXPECT_TRUE(value.equal(values.at(2).at(name))) << name;
+    EXPECT_TRUE(value.equal(values.at(4).at(name))) << name;
+  }
+}
+
 TEST(ParallelMoE, Errors) {
   const auto error = [](auto change) {
     MoEOptions options = options_of(4, 2);
