@@ -35,5 +35,14 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/lr_schedule.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/muon.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/sgd.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/attention.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/context.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/cut.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/embedding.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/functions.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/linear.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/moe.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/norm.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/random.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/plan/sharding_plan.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/plan/source_shard_info.h)

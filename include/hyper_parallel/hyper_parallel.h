@@ -26,5 +26,14 @@
 #include <hyper_parallel/optim/lr_schedule.h>
 #include <hyper_parallel/optim/muon.h>
 #include <hyper_parallel/optim/sgd.h>
+#include <hyper_parallel/parallel/attention.h>
+#include <hyper_parallel/parallel/context.h>
+#include <hyper_parallel/parallel/cut.h>
+#include <hyper_parallel/parallel/embedding.h>
+#include <hyper_parallel/parallel/functions.h>
+#include <hyper_parallel/parallel/linear.h>
+#include <hyper_parallel/parallel/moe.h>
+#include <hyper_parallel/parallel/norm.h>
+#include <hyper_parallel/parallel/random.h>
 #include <hyper_parallel/plan/sharding_plan.h>
 #include <hyper_parallel/plan/source_shard_info.h>

@@ -23,7 +23,7 @@ struct Additions {
 };
 thread_local Additions additions;
 
-void add_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, torch::jit::Stack* stack) {
+void add_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const std::vector<c10::Argument>& arguments = op.schema().arguments();
   const std::size_t first = stack->size() - arguments.size();
   c10::IValue* device = nullptr;
@@ -37,6 +37,11 @@ void add_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, 
   }
   if (additions.meta && device != nullptr && !of_tensors) *device = c10::Device(c10::kMeta);
   if (additions.generator != nullptr && generator != nullptr) *generator = *additions.generator;
+  if (!additions.meta) {
+    // What an operation is made of comes here as well: dropout takes no generator, the bernoulli_ in it does.
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+    return;
+  }
   const c10::impl::ExcludeDispatchKeyGuard go_on(kKey);
   op.callBoxed(stack);
 }
