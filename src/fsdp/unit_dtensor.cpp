@@ -20,7 +20,10 @@ DTensor wrap(const at::Tensor& local, const Unit& unit, const ParamGroup& group,
   std::vector<Placement> placements;
   if (unit.options().mesh.ndim() == 2) placements.push_back(Replicate());
   placements.push_back(group.options().replicated ? Replicate() : shard_placement(group.layout(), i));
-  return DTensor::from_local(local, unit.options().mesh, placements, {.shape = group.parameters()[i].full_shape});
+  const std::vector<std::int64_t>& shape = group.parameters()[i].full_shape;
+  // A whole scalar is a row of one element in the ragged layout.
+  return DTensor::from_local(group.options().replicated ? local.view(shape) : local, unit.options().mesh, placements,
+                             {.shape = shape});
 }
 
 }  // namespace

@@ -255,6 +255,9 @@ TEST(Threshold, SmallParametersStayWhole) {
         }
       }
       EXPECT_GT(whole, 4);
+      for (auto& [name, parameter] : root.named_dtensors()) {  // scalars among them
+        EXPECT_EQ(parameter.full_tensor().sizes(), at::IntArrayRef(parameter.shape())) << name;
+      }
     }
     FullyShardOptions options = on_all();
     options.threshold = 200;
