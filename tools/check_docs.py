@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks README.md, HACKING.md and docs/: links and anchors exist, named make targets exist, marked C++ blocks are programs that the tests build.
+"""Checks README.md, HACKING.md and docs/: links and anchors exist, named make targets exist, marked C++ blocks are programs that the tests build,
+the tests that a table of docs/reference names exist, and docs/guide/hp_train.md names every setting.
 
 check_docs.py                  check
 check_docs.py --extract DIR    also write the C++ blocks of README.md and docs/guide to DIR as sources; prints their names
@@ -66,6 +67,74 @@ def check(path, targets):
     return problems
 
 
+def test_sources():
+    """Text of the sources of each test program, by its name without _test."""
+    sources = {}
+    for lists in sorted((ROOT / "tests").glob("*/CMakeLists.txt")):
+        for name, arguments in re.findall(r"hp_add_test\((\w+)_test\b([^)]*)\)", lists.read_text()):
+            files = re.search(r"\bSOURCES((?: +[\w/.]+\.cpp)+)", arguments)
+            sources[name] = "".join((lists.parent / file).read_text() for file in files.group(1).split()) if files else ""
+    return sources
+
+
+def test_exists(pattern, text):
+    """A pattern is Suite.Name or Name, with * or … for what is left out; parts of generated names are literals of the source."""
+    regex = re.compile("".join(".*" if part in "*…" else re.escape(part) for part in re.split(r"([*…])", pattern) if part))
+    tests = re.findall(r"^TEST(?:_[FP])?\((\w+), (\w+)\)", text, re.MULTILINE)
+    if "." in pattern:
+        return any(regex.fullmatch(f"{suite}.{name}") for suite, name in tests)
+    return any(regex.fullmatch(name) for _, name in tests) or any(regex.fullmatch(word) for word in re.findall(r'"(\w+)"', text))
+
+
+def missing_tests(cell, short, sources):
+    """What a cell names and the tests do not have. It holds, between semicolons, programs as `name` or *abbreviation*, and behind
+    them the tests that each of them has."""
+    missing = []
+    for part in cell.split(";"):
+        programs, tests_follow = [], False
+        for abbreviation, word in re.findall(r"\*(\w+)\*|`([^`]+)`", part):
+            program = short.get(abbreviation) if abbreviation else word
+            if program in sources or (ROOT / "tests" / str(program)).is_dir():
+                programs, tests_follow = ([] if tests_follow else programs) + [program], False
+            elif abbreviation:
+                missing.append(f"*{abbreviation}* stands for no test program")
+            else:
+                tests_follow = True
+                missing += [f"no test {word} in {each}" for each in programs if not test_exists(word, sources.get(each, ""))]
+                if not programs:
+                    missing.append(f"{word} is no test program")
+    return missing
+
+
+def check_named_tests(path, sources):
+    """Every test exists that a column headed "test" names."""
+    name, text = path.relative_to(ROOT), path.read_text()
+    short = dict(re.findall(r"\*(\w+)\* =\s+`(\w+)`", text))
+    problems, column = [], None
+    for number, line in enumerate(text.splitlines(), start=1):
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []
+        if not cells or set(cells[0]) <= set("-: "):
+            column = column if cells else None
+            continue
+        if column is None:
+            column = cells.index("test") if "test" in cells else -1
+            continue
+        if column < 0:
+            continue
+        if not cells[column]:
+            problems.append(f"{name}:{number}: no test is named")
+        problems += [f"{name}:{number}: {what}" for what in missing_tests(cells[column], short, sources)]
+    return problems
+
+
+def check_settings():
+    """Every key of hp-train's configuration is in its guide."""
+    keys = re.findall(r'\{\s*"(\w+)",\s*"(\w+)",\s*&', (ROOT / "src/train/config_fields.cpp").read_text())
+    guide = (ROOT / "docs/guide/hp_train.md").read_text()
+    missing = [f"docs/guide/hp_train.md: {section}.{key} is missing" for section, key in keys if f"`{key}`" not in guide]
+    return missing if keys else ["src/train/config_fields.cpp: no settings found"]
+
+
 def program(kind, body):
     if kind.strip() == "fragment":
         return PROLOGUE + "namespace hp = hyper_parallel;\n\nvoid fragment();\nvoid fragment() {\n" + body + "}\n"
@@ -99,6 +168,10 @@ def main():
     targets = make_targets()
     files = documents()
     problems = [problem for path in files for problem in check(path, targets)]
+    sources = test_sources()
+    for path in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        problems += check_named_tests(path, sources)
+    problems += check_settings()
     for problem in problems:
         print(problem)
     print(f"check_docs: {len(files)} documents, {len(problems)} problems")

@@ -248,6 +248,7 @@ class ParamGroup {
   void ensure_packs();
   void release_grad();
   [[nodiscard]] bool any_grad();
+  [[nodiscard]] bool kept_elsewhere() const;
   [[nodiscard]] bool prepare_grad(bool keep);
   void pack(Pack& pack, std::vector<at::Tensor>& gradients, bool add);
   void reduce_alone(std::vector<at::Tensor>& gradients, bool add);

@@ -161,12 +161,15 @@ bool ParamGroup::any_grad() {
                      [&](ManagedParameter& parameter) { return gradient(parameter).defined(); });
 }
 
+/// Somebody but the flat gradient's own views refers to it.
+bool ParamGroup::kept_elsewhere() const { return grad_.defined() && grad_.storage().use_count() > 1 + parameters_.size(); }
+
 /// Brings the flat gradient into the state that the leaves' .grad describe, on top of what it holds if that is to be kept; true
 /// when the new result must be added to it.
 bool ParamGroup::prepare_grad(bool keep) {
   const bool any = any_grad();
-  // Nothing refers to the flat gradient but its own views: otherwise the user has kept a .grad and let go of it here.
-  if (!keep && !any && grad_.defined() && grad_.storage().use_count() > 1 + parameters_.size()) release_grad();
+  // The user has kept a .grad and let go of it here.
+  if (!keep && !any && kept_elsewhere()) release_grad();
   ensure_grad();
   if (!any) return keep;
   for (auto& parameter : parameters_) {
@@ -246,7 +249,7 @@ void ParamGroup::accumulate(std::vector<at::Tensor>& gradients, MemoryPool& pool
   at::NoGradGuard no_grad;
   check_gradients(gradients);
   // Alone, nothing is ever sent: the flat gradient itself is the accumulator. A .grad that is there keeps its memory until then.
-  if (alone() && !accumulated_ && any_grad()) release_grad();
+  if (alone() && !accumulated_ && (any_grad() || kept_elsewhere())) release_grad();
   ensure_grad();
   if (alone()) {
     reduce_alone(gradients, accumulated_);

@@ -4,9 +4,7 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <map>
-#include <optional>
 #include <tuple>
 #include <variant>
 
@@ -14,53 +12,12 @@
 
 #include <hyper_parallel/hyper_parallel.h>
 
+#include "dist/collective_count.h"
 #include "support/rank_threads.h"
 #include "support/read_trace.h"
-#include "support/small_net.h"
 
 namespace hyper_parallel::testing {
 namespace {
-
-constexpr const char* kGather = "all_gather_single";
-constexpr const char* kScatter = "reduce_scatter_single";
-constexpr const char* kReduce = "all_reduce";
-const std::string kRoot = "Net";
-
-/// Operations by kind and label.
-using Counts = std::map<std::pair<std::string, std::string>, int>;
-
-/// What a unit does in one step, in numbers of collectives for each of its groups.
-struct PerGroup {
-  int gathers = 2;                      ///< before forward, and before backward
-  int reductions = 1;                   ///< over the shard axis
-  std::optional<int> all_reduces = {};  ///< over the replicas; default: one after each reduction
-};
-
-struct Case {
-  std::string name;
-  FullyShardOptions options = {};  ///< but for the mesh
-  NetOptions net = {};
-  std::function<void(const Net&)> before_wrapping = [](const Net&) {};
-  std::function<void(const HSDPModule&)> after_wrapping = [](const HSDPModule&) {};
-  /// One step; default: forward and backward.
-  std::function<void(const Net&, const HSDPModule&)> step = {};
-  std::function<PerGroup(const std::string& unit)> want = [](const std::string& unit) {
-    return PerGroup{.gathers = unit == kRoot ? 1 : 2};  // the root keeps its parameters
-  };
-  int presence_exchanges = 1;
-};
-
-std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
-
-void forward_backward(const Net& net) {
-  const Batch batch = make_batch(6, 5);
-  net_loss(net(batch.tokens), batch.targets).backward();
-}
-
-void default_step(const Net& net, const HSDPModule& root) {
-  forward_backward(net);
-  root.zero_grad();
-}
 
 /// Groups of a unit by what they take part in: one that stays whole on every rank is neither gathered nor scattered.
 struct UnitSize {
@@ -92,8 +49,8 @@ Counts want_counts(const Case& c, const std::map<std::string, UnitSize>& sizes, 
   };
   for (const auto& [unit, size] : sizes) {
     const PerGroup each = c.want(unit);
-    add(kGather, unit, each.gathers * size.gathered);
-    add(kScatter, unit, each.reductions * size.scattered);
+    add(kGather, each.by_the_user ? kUser : unit, each.gathers * size.gathered);
+    add(kScatter, each.by_the_user ? kUser : unit, each.reductions * size.scattered);
     add(kReduce, unit, each.all_reduces.value_or(each.reductions) * size.all_reduced);
   }
   if (ranks > 1) add(kGather, "gradients present", c.presence_exchanges);
@@ -107,7 +64,7 @@ std::vector<Counts> traced_counts(const std::string& file) {
   for (const TraceSpan& step : select(spans, "step")) {
     Counts& counts = steps.emplace_back();
     for (const TraceSpan& span : spans) {
-      const bool operation = span.kind.find('_') != std::string::npos || span.kind == "barrier";
+      const bool operation = span.kind.find('_') != std::string::npos || span.kind == "barrier" || span.kind == kBroadcast;
       if (operation && step.begin <= span.begin && span.end <= step.end) ++counts[{span.kind, span.label}];
     }
   }
@@ -132,8 +89,6 @@ int total(const Counts& counts) {
   return sum;
 }
 
-class CollectiveCount : public ::testing::TestWithParam<std::tuple<std::vector<int64_t>, Case>> {};
-
 TEST_P(CollectiveCount, IsThatOfTheTable) {
   const auto& [mesh, c] = GetParam();
   const int64_t shards = mesh.back(), replicas = mesh.size() == 2 ? mesh.front() : 1;
@@ -148,6 +103,7 @@ TEST_P(CollectiveCount, IsThatOfTheTable) {
     c.before_wrapping(net);
     FullyShardOptions options = c.options;
     options.mesh = on_mesh(mesh).mesh;
+    c.choose(options, net);
     const HSDPModule root = shard_net(net, options);
     c.after_wrapping(root);
     std::vector<Comm> comms = {root.data_parallel_comm()};
@@ -199,6 +155,10 @@ TEST_P(CollectiveCount, IsThatOfTheTable) {
       if (maps && each.gathers > 0) first[{kGather, "mapped shards"}] += 2 * size.gathered;
     }
   }
+  for (const auto& [key, count] : c.more_at_first) {
+    const bool among_replicas = key.first == kReduce || key.first == kBroadcast || key.second == kCompared;
+    if (among_replicas ? replicas > 1 : shards > 1) first[key] += count;
+  }
   EXPECT_EQ(text_of(steps[0]), text_of(first));
   EXPECT_EQ(counted[0], total(first));
 }
@@ -231,18 +191,6 @@ std::vector<Case> recut() {
           {.name = "CutOverOne", .options = {.reshard_after_forward = 1}, .want = [](const std::string&) {
              return PerGroup{.gathers = 1};
            }}};
-}
-
-/// A step of as many micro-batches as flags; `set` is told before each whether it is the last.
-template <class Set>
-auto micro_batches(std::vector<bool> flags, Set set) {
-  return [flags = std::move(flags), set](const Net& net, const HSDPModule& root) {
-    for (const bool last : flags) {
-      set(root, last);
-      forward_backward(net);
-    }
-    root.zero_grad();
-  };
 }
 
 /// Several backwards in one step.
@@ -314,13 +262,6 @@ std::vector<Case> schedules() {
   return all;
 }
 
-std::string name_of(const ::testing::TestParamInfo<std::tuple<std::vector<int64_t>, Case>>& info) {
-  const auto& [mesh, c] = info.param;
-  std::string name = c.name + "On";
-  for (std::size_t i = 0; i < mesh.size(); ++i) name += concat(i == 0 ? "" : "x", mesh[i]);
-  return name;
-}
-
 INSTANTIATE_TEST_SUITE_P(Options, CollectiveCount,
                          ::testing::Combine(::testing::Values(std::vector<int64_t>{1}, std::vector<int64_t>{2},
                                                               std::vector<int64_t>{2, 2}, std::vector<int64_t>{1, 2},
@@ -339,6 +280,5 @@ INSTANTIATE_TEST_SUITE_P(Schedules, CollectiveCount,
                          ::testing::Combine(::testing::Values(std::vector<int64_t>{2}, std::vector<int64_t>{2, 2}),
                                             ::testing::ValuesIn(schedules())),
                          name_of);
-
 }  // namespace
 }  // namespace hyper_parallel::testing

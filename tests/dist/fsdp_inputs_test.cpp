@@ -156,6 +156,42 @@ TEST(BadValues, LoadedTensorsOfAnotherShape) {
   });
 }
 
+/// Whatever the next backward is: a .grad that the user keeps beyond zero_grad is his.
+TEST(KeptGradients, KeepTheirValues) {
+  for (const auto& mesh : {std::vector<int64_t>{1}, {2}, {2, 1}}) {
+    run_ranks(ranks_of(mesh), [&](int rank) {
+      for (const auto layout : kLayouts) {
+        for (const bool main_grad : {false, true}) {
+          for (const bool sync : {true, false}) {
+            for (const bool all_reduce : {true, false}) {
+              Mlp mlp(6, 5);
+              seed_parameters(*mlp, 1);
+              FullyShardOptions options = on_mesh(mesh, layout);
+              options.mp_policy.apply_grad_on_fp32_main_grad = main_grad;
+              const HSDPModule unit = fully_shard(mlp, options);
+              const auto backward = [&](int step) { mlp(wave({3, 6}, rank + step)).square().sum().backward(); };
+              backward(0);
+              Tensors kept, want;
+              for (const auto& group : unit.groups()) {
+                for (const auto& parameter : group.parameters)
+                  kept[parameter.name] = parameter.grad, want[parameter.name] = parameter.grad.clone();
+              }
+              unit.zero_grad();
+              unit.set_requires_gradient_sync(sync);
+              unit.set_requires_all_reduce(all_reduce);
+              backward(1);
+              unit.set_requires_gradient_sync(true);
+              unit.set_requires_all_reduce(true);
+              backward(2);
+              EXPECT_EQ(relative_difference(kept, want), 0.0) << "sync " << sync << ", all-reduce " << all_reduce;
+            }
+          }
+        }
+      }
+    });
+  }
+}
+
 // ---- structs
 
 struct PairedImpl : torch::nn::Module {
