@@ -314,6 +314,7 @@ void Unit::post_forward(int member, bool completed) {
   const auto pass = std::exchange(pass_, nullptr);
   // Recomputation runs forwards inside backward: their parameters serve the backward that follows.
   if (runtime_->in_backward()) return;
+  if (completed && scopes > 0) return;
   const AfterForward after = after_forward();
   // A forward without gradients has no backward to wait for.
   const bool waits_for_backward = at::GradMode::is_enabled() || held || kept_;

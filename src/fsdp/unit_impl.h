@@ -134,6 +134,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   /// The user gathered it by hand: a forward does not gather it again, and whoever changes the shards must reshard it.
   bool held = false;
+  int scopes = 0;  ///< UnshardScopes around: forwards free nothing
 
   // Switches; see UnitHandle.
   bool requires_gradient_sync = true;

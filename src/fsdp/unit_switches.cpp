@@ -145,6 +145,7 @@ UnshardScope::UnshardScope(const UnitHandle& root) : root_(root) {
       unit->start_hold("UnshardScope");
     }
     for (Unit* unit : units) unit->finish_unshard();
+    for (Unit* unit : units) ++unit->scopes;
   } catch (...) {
     for (Unit* unit : taken) {
       try {
@@ -157,7 +158,10 @@ UnshardScope::UnshardScope(const UnitHandle& root) : root_(root) {
 }
 
 UnshardScope::~UnshardScope() {
-  for (Unit* unit : root_.unit()->reached(true)) unit->reshard();
+  for (Unit* unit : root_.unit()->reached(true)) {
+    unit->scopes = std::max(0, unit->scopes - 1);
+    unit->reshard();
+  }
 }
 
 }  // namespace hyper_parallel::fsdp

@@ -148,7 +148,7 @@ std::vector<Case> checkpoints_and_scopes() {
                  .options = {.reshard_after_forward = false},
                  .step = composed([=](Net& net) { return std::pair(around(net->u1), plain(net->u3)); }),
                  .want = [](const std::string&) { return PerGroup{.gathers = 1}; }});
-  // The first forward in it gathers nothing, whoever frees by his own rule is gathered for the second.
+  // No forward in it gathers.
   const auto scope = [](const Net& net, const HSDPModule& root) {
     {
       const UnshardScope gathered(root);
@@ -158,7 +158,7 @@ std::vector<Case> checkpoints_and_scopes() {
     default_step(net, root);
   };
   all.push_back({.name = "UnshardScope", .step = scope, .want = [](const std::string& unit) {
-                   return PerGroup{.gathers = unit == kRoot ? 2 : 4};
+                   return PerGroup{.gathers = unit == kRoot ? 2 : 3};
                  }});
   all.push_back(
       {.name = "UnshardScopeKept", .options = {.reshard_after_forward = false}, .step = scope, .want = [](const std::string&) {

@@ -200,8 +200,9 @@ class HP_API UnitHandle {
 HP_API void hsdp_sync_stream();
 
 /// Parameters of a whole tree gathered for a while, for example to sample from a model without gathering each unit for every
-/// token: unshard() on all units, reshard() at the end of the scope. Collective. A construction that throws leaves no unit
-/// gathered that was not before. ValueError: a handle without unit.
+/// token: unshard() on all units, reshard() at the end of the scope. Forwards in it free nothing; a backward does. No unit of the
+/// tree may be wrapped in it. Collective. ValueError: empty handle. CommError, TimeoutError: then nothing stays gathered that was
+/// not before.
 class HP_API UnshardScope {
  public:
   explicit UnshardScope(const UnitHandle& root);
