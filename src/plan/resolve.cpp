@@ -80,7 +80,7 @@ void normalise_dims(Planned& entry, const ParameterDescription& parameter, Probl
       problems.add(entry.name, ", axis ", axis, ": ", placement, ", want a dimension of a parameter with ", ndim);
       continue;
     }
-    placement = StridedShard(dim, placement.split_factor());
+    placement = placement.is_strided_shard() ? StridedShard(dim, placement.split_factor()) : Shard(dim);
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include <hyper_parallel/hyper_parallel.h>
 
+#include "dist/source_support.h"
 #include "dist/tp_net.h"
 #include "support/counting_allocator.h"
 #include "support/message_of.h"
@@ -37,7 +38,7 @@ TpNet make_tp_net() {
   return net;
 }
 
-torch::Tensor loss_of(const TpNet& net, int part) {
+torch::Tensor loss_of(TpNet net, int part) {
   const Batch batch = make_batch(2, 70 + static_cast<uint64_t>(part));
   return torch::nn::functional::cross_entropy(net(batch.tokens).flatten(0, 1), batch.targets.flatten());
 }
@@ -47,7 +48,6 @@ TEST(ApplyPlan, CutsParametersInPlace) {
     const DeviceMesh mesh = init_device_mesh("cpu", {1, 2}, {"dp_shard", "tp"});
     const TpNet whole = make_tp_net();
     TpNet net = make_tp_net();
-    net->blocks[1]->b.set_data(torch::empty({TpNetImpl::kDim, 7}, torch::kMeta));
     const torch::Tensor handle = net->blocks[0]->a;
     const AppliedPlan applied = apply_plan(net, net_plan(), {.meshes = {.dense = mesh}});
     EXPECT_TRUE(handle.is_same(net->blocks[0]->named_parameters()["a"]));
@@ -55,8 +55,13 @@ TEST(ApplyPlan, CutsParametersInPlace) {
     EXPECT_TRUE(torch::equal(handle, whole->blocks[0]->a.narrow(0, 4 * rank, 4)));
     EXPECT_TRUE(torch::equal(net->blocks[0]->b, whole->blocks[0]->b.narrow(1, 4 * rank, 4)));
     EXPECT_TRUE(torch::equal(net->blocks[1]->a, whole->blocks[1]->a.narrow(0, 4 * rank, 4 - rank)));
-    EXPECT_TRUE(net->blocks[1]->b.is_meta());
-    EXPECT_EQ(net->blocks[1]->b.sizes(), (std::vector<int64_t>{TpNetImpl::kDim, 4 - rank}));
+    Bag bag;
+    bag->add(torch::empty({5, 4}, torch::kMeta));
+    ShardingPlan on_meta;
+    on_meta.module("", {.params = {{"p0", {{"tp", Shard(0)}}}}});
+    (void)apply_plan(bag, on_meta, {.meshes = {.dense = mesh}, .boundaries_elsewhere = true});
+    EXPECT_TRUE(bag->handles[0].is_meta() && bag->handles[0].requires_grad());
+    EXPECT_EQ(bag->handles[0].sizes(), (std::vector<int64_t>{3 - rank, 4}));
     EXPECT_TRUE(torch::equal(net->table, whole->table.narrow(0, 6 * rank, 6 - rank)));
     EXPECT_TRUE(net->table.is_same(net->head)) << "tied";
     EXPECT_TRUE(torch::equal(net->blocks[0]->norm, whole->blocks[0]->norm));

@@ -64,7 +64,7 @@ const Record& plain_run() {
 }
 
 struct Case {
-  std::string name;
+  std::string name = {};
   std::vector<int64_t> mesh = {2, 2};  ///< ..., tp
   Convention convention = Convention::kWhole;
   ShardLayout layout = ShardLayout::kPerParameter;
@@ -91,7 +91,7 @@ DeviceMesh fsdp_of(const DeviceMesh& mesh) {
   return mesh[names];
 }
 
-FullyShardOptions options_of(const Case& c, const DeviceMesh& mesh, const TpNet& net) {
+FullyShardOptions options_of(const Case& c, const DeviceMesh& mesh, TpNet net) {
   FullyShardOptions options{.mesh = fsdp_of(mesh)};
   options.shard_layout = c.layout;
   options.comm_fusion = c.fusion;
@@ -107,7 +107,7 @@ FullyShardOptions options_of(const Case& c, const DeviceMesh& mesh, const TpNet&
 }
 
 /// The loss that a rank goes back from. In the convention of sums each rank of tp may take a part of the tokens.
-torch::Tensor rank_loss(const Case& c, const TpNet& net, const Batch& batch) {
+torch::Tensor rank_loss(const Case& c, TpNet net, const Batch& batch) {
   const torch::Tensor logits = net(batch.tokens);
   if (!c.loss_parallel) return tp_loss(logits, batch.targets);
   const torch::Tensor mine = own_chunk(logits, 1, net->tp), targets = own_chunk(batch.targets, 1, net->tp);
@@ -174,7 +174,9 @@ TEST_P(TensorParallel, EqualsPlainRun) {
       }
       EXPECT_EQ(got.gradients[s].size(), want.gradients[s].size());
     }
-    if (!c.low_precision) EXPECT_LT(relative_difference(got.parameters, want.parameters), 2e-4);
+    if (!c.low_precision) {
+      EXPECT_LT(relative_difference(got.parameters, want.parameters), 2e-4);
+    }
   });
 }
 
@@ -262,7 +264,9 @@ TEST(TensorParallelTraffic, OneAllReduceForReplicasAndCopies) {
                    record.label != "boundary";
         EXPECT_EQ(count, entry.second) << entry.first.name();
       }
-      if (hybrid) EXPECT_EQ(reductions(tp), 0) << "tp has its boundaries only";
+      if (hybrid) {
+        EXPECT_EQ(reductions(tp), 0) << "tp has its boundaries only";
+      }
     });
   }
 }

@@ -174,7 +174,7 @@ inline Placement tp_placement(const std::string& name) {
 }
 
 /// Cuts the whole parameters of a net and tells how. With kWhole, only the norm of the tokens has partial gradients.
-inline SourceShardInfos cut_net(const TpNet& net, const DeviceMesh& tp, Convention convention) {
+inline SourceShardInfos cut_net(TpNet net, const DeviceMesh& tp, Convention convention) {
   SourceShardInfos infos;
   for (auto& entry : net->named_parameters()) {
     torch::Tensor& parameter = entry.value();
@@ -198,7 +198,7 @@ inline SourceShardInfos entries_of(torch::nn::Module& module, const SourceShardI
   return entries;
 }
 
-inline HSDPModule shard_tp_net(const TpNet& net, FullyShardOptions options, const SourceShardInfos& infos) {
+inline HSDPModule shard_tp_net(TpNet net, FullyShardOptions options, const SourceShardInfos& infos) {
   for (TpBlock& block : net->blocks) {
     options.source_shard_infos = entries_of(*block, infos);
     fully_shard(block, options);
