@@ -297,6 +297,23 @@ TEST(ParallelMoE, BiasBalancesTheLoad) {
   EXPECT_TRUE(biases.at(1).equal(biases.at(2)));
 }
 
+TEST(ParallelMoE, BiasStaysExactInALowPrecisionModel) {
+  MoEOptions options = options_of(2, 1);
+  options.bias_update_speed = 0.001;  // too small a step for a bias of 1 in bf16
+  MixtureOfExperts moe(kDim, options);
+  moe->to(torch::kBFloat16);
+  {
+    torch::NoGradGuard no_grad;
+    moe->router->weight.zero_();
+    moe->router->expert_bias.copy_(torch::tensor({1.0, 0.5}));
+  }
+  for (int step = 0; step < 10; ++step) {
+    (void)moe(torch::ones({4, kDim}, torch::kBFloat16));  // all to expert 0
+    moe->update_bias();
+  }
+  EXPECT_TRUE(moe->router->expert_bias.allclose(torch::tensor({0.99, 0.51}), 1e-5));
+}
+
 TEST(ParallelMoE, ExpertsAsUnitsOfTheirOwn) {
   // ep 2 x edp 2: each expert lies on two ranks, which share it as shards; everything else is sharded over all four.
   run_ranks(4, [](int rank) {
