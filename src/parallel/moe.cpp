@@ -236,7 +236,10 @@ void MixtureOfExpertsImpl::update_bias() {
   at::Tensor loads = router->tokens_per_expert;
   if (!alone(balance_)) loads = summed(loads, balance_, "update_bias");
   const at::Tensor exact = loads.to(at::kDouble);
-  router->expert_bias.add_((exact.mean() - exact).sign().to(router->expert_bias.scalar_type()), options.bias_update_speed);
+  // Module::to casts buffers too, and steps are small against what bf16 can tell apart.
+  at::Tensor& bias = router->expert_bias;
+  if (bias.scalar_type() != at::kFloat) bias.set_data(bias.to(at::kFloat));
+  bias.add_((exact.mean() - exact).sign().to(at::kFloat), options.bias_update_speed);
   router->tokens_per_expert.zero_();
 }
 

@@ -199,20 +199,22 @@ TEST(ParallelMoE, ExpertsWithoutTokensHaveZeroGradients) {
 
 TEST(ParallelMoE, SameBitsForEveryNumberOfRanks) {
   // What is summed, and in which order, does not depend on the ranks. Whole numbers make the router's products exact, which of
-  // other numbers a matrix product of more rows may round differently.
+  // other numbers a matrix product of more rows may round differently; so may one of rows that are not aligned to 64 bytes.
+  constexpr int64_t kWide = 16;
   std::map<int, Tensor> outputs;
   for (const int world : {1, 2, 4}) {
     run_ranks(world, [&](int rank) {
       const DeviceMesh mesh = init_device_mesh("cpu", {world}, {"ep"});
       MoEOptions options = options_of(6, 3);
-      MixtureOfExperts whole(kDim, options);
+      options.ffn_dim = kWide;
+      MixtureOfExperts whole(kWide, options);
       seed_parameters(*whole, 3);
       options.ep_mesh = mesh;
-      MixtureOfExperts cut(kDim, options);
+      MixtureOfExperts cut(kWide, options);
       Tensors values = parameters_of(*whole);
       values["router.weight"] = (values["router.weight"] * 4).round();
       load_whole(cut, values);
-      const Tensor tokens = (wave({8, kDim}, 1) * 4).round();
+      const Tensor tokens = (wave({8, kWide}, 1) * 4).round();
       const Tensor y = cut(tokens.chunk(world)[static_cast<std::size_t>(rank)]).output.detach();
       const Tensor all = all_gather_split(y, mesh.get_group());
       if (rank == 0) outputs[world] = all;
@@ -293,6 +295,23 @@ TEST(ParallelMoE, BiasBalancesTheLoad) {
     });
   }
   EXPECT_TRUE(biases.at(1).equal(biases.at(2)));
+}
+
+TEST(ParallelMoE, BiasStaysExactInALowPrecisionModel) {
+  MoEOptions options = options_of(2, 1);
+  options.bias_update_speed = 0.001;  // too small a step for a bias of 1 in bf16
+  MixtureOfExperts moe(kDim, options);
+  moe->to(torch::kBFloat16);
+  {
+    torch::NoGradGuard no_grad;
+    moe->router->weight.zero_();
+    moe->router->expert_bias.copy_(torch::tensor({1.0, 0.5}));
+  }
+  for (int step = 0; step < 10; ++step) {
+    (void)moe(torch::ones({4, kDim}, torch::kBFloat16));  // all to expert 0
+    moe->update_bias();
+  }
+  EXPECT_TRUE(moe->router->expert_bias.allclose(torch::tensor({0.99, 0.51}), 1e-5));
 }
 
 TEST(ParallelMoE, ExpertsAsUnitsOfTheirOwn) {

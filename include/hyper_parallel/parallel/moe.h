@@ -124,7 +124,7 @@ class HP_API MixtureOfExpertsImpl : public torch::nn::Module {
   MoEOutput forward(torch::Tensor x, std::int64_t sequence_length = 0);
   /// Moves the bias of each expert by bias_update_speed towards the mean load since the last call, and forgets the loads. Once
   /// per step. Collective over balance_mesh. A recomputation (hp::checkpoint) counts its tokens twice, which changes no sign.
-  /// No-op without bias.
+  /// Where a conversion of the module has cast the bias, it is fp32 again afterwards. No-op without bias.
   void update_bias();
 
   const std::int64_t dim;
