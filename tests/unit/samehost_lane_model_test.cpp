@@ -20,13 +20,12 @@ struct Lane {
   std::array<Byte, kThreads> pc = {};
   // Shared by the two ranks.
   Byte entry = kFree, message = 0, tail = 0, backlog = 0;
-  std::array<Byte, kBells> bell = {};
+  std::array<Byte, kBells> rung = {};  ///< since somebody looked: all that a count tells
   // Of the sender; its thread and helper exclude each other.
-  Byte sender_lock = 0, posted = 0, queue = 0, announced = 0, completed = 0;
+  Byte sender_lock = 0, queue = 0, announced = 0, completed = 0;
   // Of the receiver, likewise. Messages by bit.
   Byte receiver_lock = 0, head = 0, asked = 0, arrived = 0, moved = 0, received = 0, moving = 0, finished_something = 0;
   Byte now = 0, saw_backlog = 0;
-  std::array<Byte, kThreads> seen = {};  ///< what the bell showed before looking for work
   Byte wrong = 0;
 };
 
@@ -73,7 +72,7 @@ class LaneModel {
     code.push_back({std::move(name), {}, std::move(run), /*local=*/true});
   }
   static void ring(Code& code, Bell bell) {
-    add(code, "ring", [=](Lane& s) { ++s.bell[bell]; });
+    add(code, "ring", [=](Lane& s) { s.rung[bell] = 1; });
   }
   static Byte place(const Code& code) { return static_cast<Byte>(code.size()); }
   /// Adds a step that jumps to what is set as its target later. The condition may read what its rank alone changes, under the
@@ -96,12 +95,12 @@ class LaneModel {
   static void unlock(Code& code, Byte Lane::*which) {
     add(code, "unlock", [=](Lane& s) { s.*which = 0; });
   }
-  void look_at_bell(Code& code, Thread thread, Bell bell) const {
-    add(code, "look at bell", [=](Lane& s) { s.seen[thread] = s.bell[bell]; });
+  static void look_at_bell(Code& code, Bell bell) {
+    add(code, "look at bell", [=](Lane& s) { s.rung[bell] = 0; });
   }
-  static void sleep(Code& code, Thread thread, Bell bell) {
+  static void sleep(Code& code, Bell bell) {
     add(
-        code, "sleep", [](Lane&) {}, [=](const Lane& s) { return s.bell[bell] != s.seen[thread]; });
+        code, "sleep", [](Lane&) {}, [=](const Lane& s) { return s.rung[bell] != 0; });
   }
 
   /// Takes done entries back.
@@ -141,7 +140,7 @@ class LaneModel {
     for (int i = 0; i < kMessages; ++i) {
       lock(code, &Lane::sender_lock);
       collect(code);
-      add_local(code, "post", [](Lane& s) { ++s.posted, ++s.queue; });
+      add_local(code, "post", [](Lane& s) { ++s.queue; });
       announce(code, kSender);
       if (fault_ == Fault::kBacklogSetTooLate) advance_sender(code, kSender);
       const auto end = std::make_shared<Byte>();
@@ -158,14 +157,14 @@ class LaneModel {
     }
     const auto again = std::make_shared<Byte>(place(code));
     const auto end = std::make_shared<Byte>();
-    if (fault_ != Fault::kBellReadTooLate) look_at_bell(code, kSender, kSenderBell);
+    if (fault_ != Fault::kBellReadTooLate) look_at_bell(code, kSenderBell);
     lock(code, &Lane::sender_lock);
     advance_sender(code, kSender);
     unlock(code, &Lane::sender_lock);
     look_and_jump(code, kSender, end, [](const Lane& s) { return s.completed == kMessages; });
-    if (fault_ == Fault::kBellReadTooLate) look_at_bell(code, kSender, kSenderBell);
+    if (fault_ == Fault::kBellReadTooLate) look_at_bell(code, kSenderBell);
     if (fault_ != Fault::kNoUrging) ring(code, kReceiverHelperBell);
-    sleep(code, kSender, kSenderBell);
+    sleep(code, kSenderBell);
     jump_if(code, kSender, again, [](const Lane&) { return true; });
     *end = place(code);
     return code;
@@ -174,11 +173,11 @@ class LaneModel {
   Code sender_helper() const {
     Code code;
     const auto again = std::make_shared<Byte>(Byte{0});
-    look_at_bell(code, kSenderHelper, kSenderHelperBell);
+    look_at_bell(code, kSenderHelperBell);
     lock(code, &Lane::sender_lock);
     advance_sender(code, kSenderHelper);
     unlock(code, &Lane::sender_lock);
-    sleep(code, kSenderHelper, kSenderHelperBell);
+    sleep(code, kSenderHelperBell);
     jump_if(code, kSenderHelper, again, [](const Lane&) { return true; });
     return code;
   }
@@ -196,7 +195,8 @@ class LaneModel {
     ring(code, kSenderBell);
     if (fault_ != Fault::kBacklogReadTooSoon) add(code, "backlog?", look);
     add(code, "wake helper", [](Lane& s) {
-      if (s.saw_backlog != 0) ++s.bell[kSenderHelperBell];
+      if (s.saw_backlog != 0) s.rung[kSenderHelperBell] = 1;
+      s.saw_backlog = 0;
     });
   }
 
@@ -208,10 +208,14 @@ class LaneModel {
     add_local(code, "match", [](Lane& s) { s.now = s.head++; });
     jump_if(code, thread, not_asked, [](const Lane& s) { return (s.asked & bit(s.now)) == 0; });
     fetch(code);
-    add(code, "received", [](Lane& s) { s.received |= bit(s.now), s.finished_something = 1; });
+    add(code, "received", [](Lane& s) {
+      s.received |= bit(s.now);
+      if (thread == kReceiverHelper) s.finished_something = 1;
+      s.now = 0;
+    });
     jump_if(code, thread, again, [](const Lane&) { return true; });
     *not_asked = place(code);
-    add_local(code, "remember", [](Lane& s) { s.arrived |= bit(s.now); });
+    add_local(code, "remember", [](Lane& s) { s.arrived |= bit(s.now), s.now = 0; });
     jump_if(code, thread, again, [](const Lane&) { return true; });
     *read_all = place(code);
     if (fault_ == Fault::kNoRoomMade) return;
@@ -223,7 +227,7 @@ class LaneModel {
       }
     });
     fetch(code);
-    add_local(code, "moved", [](Lane& s) { s.moved |= s.arrived, s.arrived = 0; });
+    add_local(code, "moved", [](Lane& s) { s.moved |= s.arrived, s.arrived = 0, s.now = 0; });
     *end = place(code);
   }
 
@@ -235,7 +239,7 @@ class LaneModel {
     jump_if(code, kReceiver, elsewhere, [=](const Lane& s) { return (s.arrived & bit(message)) == 0; });
     add_local(code, "take", [=](Lane& s) { s.now = static_cast<Byte>(message), s.arrived &= static_cast<Byte>(~bit(message)); });
     fetch(code);
-    add(code, "received", [=](Lane& s) { s.received |= bit(message), s.asked |= bit(message); });
+    add(code, "received", [=](Lane& s) { s.received |= bit(message), s.asked |= bit(message), s.now = 0; });
     jump_if(code, kReceiver, end, [](const Lane&) { return true; });
     *elsewhere = place(code);
     add(code, "ask", [=](Lane& s) {
@@ -249,12 +253,12 @@ class LaneModel {
   void wait_for(Code& code, int message) const {
     const auto again = std::make_shared<Byte>(place(code));
     const auto end = std::make_shared<Byte>();
-    look_at_bell(code, kReceiver, kReceiverBell);
+    look_at_bell(code, kReceiverBell);
     lock(code, &Lane::receiver_lock);
     advance_receiver(code, kReceiver);
     unlock(code, &Lane::receiver_lock);
     look_and_jump(code, kReceiver, end, [=](const Lane& s) { return (s.received & bit(message)) != 0; });
-    sleep(code, kReceiver, kReceiverBell);
+    sleep(code, kReceiverBell);
     jump_if(code, kReceiver, again, [](const Lane&) { return true; });
     *end = place(code);
   }
@@ -277,15 +281,15 @@ class LaneModel {
   Code receiver_helper() const {
     Code code;
     const auto again = std::make_shared<Byte>(Byte{0});
-    look_at_bell(code, kReceiverHelper, kReceiverHelperBell);
+    look_at_bell(code, kReceiverHelperBell);
     lock(code, &Lane::receiver_lock);
     advance_receiver(code, kReceiverHelper);
     unlock(code, &Lane::receiver_lock);
     add(code, "tell", [](Lane& s) {
-      if (s.finished_something != 0) ++s.bell[kReceiverBell];
+      if (s.finished_something != 0) s.rung[kReceiverBell] = 1;
       s.finished_something = 0;
     });
-    sleep(code, kReceiverHelper, kReceiverHelperBell);
+    sleep(code, kReceiverHelperBell);
     jump_if(code, kReceiverHelper, again, [](const Lane&) { return true; });
     return code;
   }
