@@ -208,7 +208,7 @@ class LaneModel {
     add_local(code, "match", [](Lane& s) { s.now = s.head++; });
     jump_if(code, thread, not_asked, [](const Lane& s) { return (s.asked & bit(s.now)) == 0; });
     fetch(code);
-    add(code, "received", [](Lane& s) {
+    add(code, "received", [thread](Lane& s) {
       s.received |= bit(s.now);
       if (thread == kReceiverHelper) s.finished_something = 1;
       s.now = 0;
