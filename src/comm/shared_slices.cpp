@@ -11,6 +11,8 @@
 
 #include <hyper_parallel/core/error.h>
 
+#include "comm/view_guard.h"
+
 namespace hyper_parallel {
 namespace {
 
@@ -56,8 +58,11 @@ SharedSlices::SharedSlices(std::shared_ptr<Arena> arena, int rank, int size, std
 }
 
 SharedSlices::~SharedSlices() {
-  if (view_ != nullptr) ::munmap(view_, view_bytes_);
-  if (state_range_.bytes > 0) arena_->give(state_range_);
+  if (view_ != nullptr) {
+    unguard_view(view_);
+    ::munmap(view_, view_bytes_);
+  }
+  // The state stays for ever, a line of the arena: a peer that has yet to leave the last phase still looks at it.
   if (range_.bytes > 0) arena_->give(range_);
 }
 
@@ -91,6 +96,7 @@ void SharedSlices::connect(std::span<const SliceAddress> addresses, std::span<co
     map_slice(r, r == rank_ ? arena_->mapping() : *arenas[i], addresses[i].slice);
   }
   ::madvise(view_, view_bytes_, MADV_DONTDUMP);
+  guard_view(view_, view_bytes_);
 }
 
 void SharedSlices::map_slice(int rank, const Mapping& arena, std::uint64_t slice) {

@@ -13,7 +13,7 @@
 
 namespace hyper_parallel {
 
-/// What a rank tells the others about its slice: in its own arena, written by it alone.
+/// What a rank tells the others about its slice: in its own arena, written by it alone. Never freed.
 struct SliceState {
   alignas(64) Word published = 0;  ///< times that the slice was complete
   Word finished = 0;               ///< times that this rank had done with reading those of the others

@@ -66,6 +66,16 @@ TEST(KillTrainingAtRandom, LeavesNoProcess) {
   }
 }
 
+TEST(WritingToGatheredParameters, EndsTheProcessAndSaysWhy) {
+  for (const std::string mode : {"1", "copy"}) {
+    auto ranks = start_ranks(2, HP_FSDP_PROGRAM, {"15000", "write"}, {{"HP_SAMEHOST", mode}});
+    for (auto& rank : ranks) {
+      EXPECT_EQ(rank.wait(60s), mode == "copy" ? 0 : 128 + SIGSEGV) << rank.output();
+      EXPECT_THAT(rank.output(), HasSubstr(mode == "copy" ? "written" : "a write to gathered parameters"));
+    }
+  }
+}
+
 TEST(FreezeTraining, TimesOutWithNames) {
   auto ranks = start_ranks(2, HP_FSDP_PROGRAM, {"2000"});
   for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for_output("training", 60s)) << rank.output();

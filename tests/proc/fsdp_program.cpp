@@ -18,6 +18,15 @@ int main(int argc, char** argv) {
     const auto mesh = hp::init_device_mesh("cpu", {hp::get_world_size()}, {"dp"});
     Net net = make_net();
     const hp::HSDPModule root = shard_net(net, {.mesh = mesh, .shard_layout = hp::ShardLayout::kRagged});
+    if (argc > 2) {  // a mistake
+      hp::nn::Linear wrapped(torch::nn::LinearOptions(1024, 64).bias(false));
+      hp::fully_shard(wrapped, {.mesh = mesh, .shard_layout = hp::ShardLayout::kRagged});
+      wrapped(torch::ones({1, 1024})).sum();
+      torch::NoGradGuard no_grad;
+      wrapped->weight.zero_();
+      std::cout << "written" << std::endl;
+      return 0;
+    }
     hp::optim::AdamW adamw(root);
     for (int step = 0;; ++step) {
       const Batch batch = make_batch(8, static_cast<uint64_t>(step));

@@ -2,10 +2,9 @@
 // Explicit-state model checking: every interleaving of a few small programs that share a few words.
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <functional>
-#include <set>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 namespace hyper_parallel::testing {
@@ -17,6 +16,7 @@ struct Step {
   std::string name;
   std::function<bool(const State&)> enabled = {};  ///< blocked while false; empty: always
   std::function<void(State&)> run = {};
+  bool local = false;  ///< touches nothing that another thread can see or change now: no need to try others before it
 };
 
 template <class State>
@@ -34,28 +34,38 @@ Verdict explore(const State& start, const std::vector<Program<State>>& programs,
                 const std::function<std::string(const State&)>& violation,
                 const std::function<bool(std::size_t thread)>& may_stop = {}) {
   const auto key = [](const State& state) { return std::string(reinterpret_cast<const char*>(&state), sizeof state); };
-  std::set<std::string> seen{key(start)};
-  std::deque<State> open{start};
+  std::unordered_set<std::string> seen{key(start)};
+  std::vector<State> open{start};
+  const auto next_step = [&](const State& state, std::size_t t) {
+    const auto pc = static_cast<std::size_t>(state.pc[t]);
+    return pc < programs[t].size() ? &programs[t][pc] : nullptr;
+  };
+  const auto take = [&](State state, std::size_t t) {
+    const auto* step = next_step(state, t);
+    ++state.pc[t];
+    step->run(state);
+    if (seen.insert(key(state)).second) open.push_back(state);
+  };
   while (!open.empty()) {
-    const State state = open.front();
-    open.pop_front();
+    const State state = open.back();
+    open.pop_back();
     if (auto problem = violation(state); !problem.empty()) return {problem, static_cast<std::int64_t>(seen.size())};
-    bool moved = false, unfinished = false;
+    std::vector<std::size_t> movable;
+    bool unfinished = false;
     std::string where;
     for (std::size_t t = 0; t < programs.size(); ++t) {
-      const auto pc = static_cast<std::size_t>(state.pc[t]);
-      if (pc >= programs[t].size()) continue;
-      const auto& step = programs[t][pc];
+      const auto* step = next_step(state, t);
+      if (step == nullptr) continue;
+      if (step->local) {
+        movable = {t};
+        break;
+      }
       if (!may_stop || !may_stop(t)) unfinished = true;
-      where.append(" ").append(std::to_string(t)).append(":").append(step.name);
-      if (step.enabled && !step.enabled(state)) continue;
-      moved = true;
-      State next = state;
-      ++next.pc[t];
-      step.run(next);
-      if (seen.insert(key(next)).second) open.push_back(next);
+      where.append(" ").append(std::to_string(t)).append(":").append(step->name);
+      if (!step->enabled || step->enabled(state)) movable.push_back(t);
     }
-    if (!moved && unfinished) return {"nobody can move:" + where, static_cast<std::int64_t>(seen.size())};
+    for (const auto t : movable) take(state, t);
+    if (movable.empty() && unfinished) return {"nobody can move:" + where, static_cast<std::int64_t>(seen.size())};
   }
   return {{}, static_cast<std::int64_t>(seen.size())};
 }

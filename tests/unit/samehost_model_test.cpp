@@ -79,10 +79,10 @@ struct GatherModel {
       start(0, pass);
       start(1, pass);
       read(0, pass);
-      if (fault == Fault::kFinishBeforeReading) finish(1);
+      const bool early = fault == Fault::kFinishBeforeReading;
+      if (early) finish(0), finish(1);
       read(1, pass);
-      finish(0);
-      if (fault != Fault::kFinishBeforeReading) finish(1);
+      if (!early) finish(0), finish(1);
       if (!aborts) wait_for_readers(0, pass + 1), wait_for_readers(1, pass + 1);
     }
     return out;
