@@ -25,8 +25,8 @@ const std::vector<Setting> kSettings = {{{1}, ShardLayout::kPerParameter}, {{2},
                                         {{4}, ShardLayout::kPerParameter}, {{2, 2}, ShardLayout::kRagged}};
 
 /// A sharded net with an optimizer.
-struct Run {
-  explicit Run(const Setting& setting, uint64_t seed = 1, const NetOptions& net_options = {})
+struct Training {
+  explicit Training(const Setting& setting, uint64_t seed = 1, const NetOptions& net_options = {})
       : net(make_net(net_options, seed)),
         root(shard_net(net, on_mesh(setting.mesh, setting.layout))),
         optimizer(root, {.lr = 0.01}) {}
@@ -48,14 +48,14 @@ struct Run {
   optim::AdamW optimizer;
 };
 
-void save_run(const std::filesystem::path& path, const Run& run) {
+void save_run(const std::filesystem::path& path, const Training& run) {
   StateDict state;
   state.add_model(run.root);
   state.add_optimizer(run.optimizer);
   save(path, state);
 }
 
-LoadResult load_run(const std::filesystem::path& path, Run& run, const LoadOptions& options = {}) {
+LoadResult load_run(const std::filesystem::path& path, Training& run, const LoadOptions& options = {}) {
   StateDict state;
   state.add_model(run.root);
   state.add_optimizer(run.optimizer, read_info(path));
@@ -63,7 +63,7 @@ LoadResult load_run(const std::filesystem::path& path, Run& run, const LoadOptio
 }
 
 /// State of all parameters, whole.
-Tensors full_state(const Run& run) {
+Tensors full_state(const Training& run) {
   StateDict state;
   state.add_optimizer(run.optimizer);
   Tensors result = full_parameters(run.root);
@@ -91,7 +91,7 @@ TEST(CkptModel, EverySettingToEverySetting) {
     const std::filesystem::path path = folder / std::to_string(from);
     Tensors saved;
     run_ranks(ranks_of(kSettings[from].mesh), [&](int rank) {
-      Run run(kSettings[from]);
+      Training run(kSettings[from]);
       run.step(0);
       run.step(1);
       const Tensors all = full_state(run);
@@ -101,12 +101,12 @@ TEST(CkptModel, EverySettingToEverySetting) {
     EXPECT_THAT(verify(path), ::testing::IsEmpty());
     for (std::size_t to = 0; to < kSettings.size(); ++to) {
       run_ranks(ranks_of(kSettings[to].mesh), [&] {
-        Run fresh(kSettings[to], 77);
+        Training fresh(kSettings[to], 77);
         const LoadResult result = load_run(path, fresh);
         EXPECT_TRUE(same(full_state(fresh), saved)) << from << " to " << to;
         EXPECT_EQ(result.bytes_read, result.bytes_owned);
         EXPECT_GT(result.bytes_checked, 0);
-        Run used(kSettings[to], 78);
+        Training used(kSettings[to], 78);
         used.step(5);
         load_run(path, used);
         EXPECT_TRUE(same(full_state(used), saved)) << from << " to " << to << ", over other state";
@@ -122,7 +122,7 @@ TEST(CkptModel, GoesOnAsIfNothingHadHappened) {
     Tensors uninterrupted;
     std::vector<double> losses;
     run_ranks(2, [&](int rank) {
-      Run run(two);
+      Training run(two);
       for (int i = 0; i < 3; ++i) run.step(i);
       save_run(folder / "three", run);
       std::vector<double> rest;
@@ -134,14 +134,14 @@ TEST(CkptModel, GoesOnAsIfNothingHadHappened) {
       }
     });
     run_ranks(2, [&] {
-      Run run(two, 9);
+      Training run(two, 9);
       load_run(folder / "three", run);
       for (int i = 3; i < 6; ++i) EXPECT_EQ(run.step(i), losses[static_cast<std::size_t>(i - 3)]);
       EXPECT_TRUE(same(full_state(run), uninterrupted)) << "bitwise at the same world size";
     });
     for (const int world : {1, 3, 4}) {
       run_ranks(world, [&] {
-        Run run({{world}, layout}, 9);
+        Training run({{world}, layout}, 9);
         load_run(folder / "three", run);
         for (int i = 3; i < 6; ++i) EXPECT_NEAR(run.step(i), losses[static_cast<std::size_t>(i - 3)], 1e-5) << world;
       });
@@ -153,7 +153,7 @@ TEST(CkptModel, GoesOnAsIfNothingHadHappened) {
 TEST(CkptModel, ParametersWithoutAStep) {
   const TempFolder folder;
   run_ranks(2, [&] {
-    Run run(kSettings[1], 1, {.skip_last = true});  // u4 gets no gradient
+    Training run(kSettings[1], 1, {.skip_last = true});  // u4 gets no gradient
     run.root.set_reduce_scatter_unused_params(false);
     run.step(0);
     save_run(folder / "c", run);
@@ -163,7 +163,7 @@ TEST(CkptModel, ParametersWithoutAStep) {
   EXPECT_TRUE(info.tensors.contains("optim.u4.a.weight.step"));
   const bool has_state = info.tensors.contains("optim.u4.a.weight.exp_avg");
   run_ranks(3, [&] {
-    Run run(kSettings[3], 5);
+    Training run(kSettings[3], 5);
     run.step(3);  // with state for all parameters
     load_run(folder / "c", run);
     for (const auto& state : run.optimizer.state()) {
@@ -181,7 +181,7 @@ TEST(CkptModel, AModelThatBeganOnMeta) {
   const TempFolder folder;
   Tensors saved;
   run_ranks(2, [&](int rank) {
-    Run run(kSettings[2]);
+    Training run(kSettings[2]);
     run.step(0);
     save_run(folder / "c", run);
     const Tensors all = full_parameters(run.root);
@@ -207,7 +207,7 @@ TEST(CkptModel, AModelThatBeganOnMeta) {
 TEST(CkptModel, OtherOptimizers) {
   const TempFolder folder;
   run_ranks(2, [&] {
-    Run run(kSettings[1]);
+    Training run(kSettings[1]);
     run.step(0);
     save_run(folder / "adamw", run);
     Net net = make_net();
@@ -229,7 +229,7 @@ TEST(CkptModel, OtherOptimizers) {
 TEST(CkptModel, InTheMiddleOfAStep) {
   const TempFolder folder;
   run_ranks(2, [&] {
-    Run run(kSettings[1]);
+    Training run(kSettings[1]);
     save_run(folder / "c", run);
     const Batch batch = make_batch(2, 1);
     const torch::Tensor loss = net_loss(run.net(batch.tokens), batch.targets);
