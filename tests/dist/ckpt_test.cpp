@@ -10,6 +10,7 @@
 
 #include <hyper_parallel/comm/world.h>
 
+#include "ckpt/crc32c.h"
 #include "support/message_of.h"
 #include "support/rank_threads.h"
 #include "support/temp_folder.h"
@@ -345,6 +346,50 @@ TEST(Ckpt, DamageIsFoundOnAllRanks) {
   EXPECT_THAT(with_info("}", ""), HasSubstr("is no JSON"));
   std::filesystem::remove(json);
   EXPECT_THAT(load_message(), HasSubstr("is no checkpoint, it has no checkpoint.json"));
+}
+
+/// With the right checksum, so that what it says is looked at.
+std::string sealed(std::string text) {
+  constexpr std::size_t kAt = std::string_view("{\"checksum\":\"").size();
+  text.replace(kAt, 8, 8, '0');
+  char checksum[9];
+  std::snprintf(checksum, sizeof(checksum), "%08x", crc32c(std::as_bytes(std::span(text))));
+  return text.replace(kAt, 8, checksum);
+}
+
+TEST(Ckpt, InfoThatIsRefused) {
+  const TempFolder folder;
+  write_small(folder / "c");
+  const std::filesystem::path json = folder / "c/checkpoint.json";
+  const std::string info = file_text(json);
+  EXPECT_EQ(sealed(info), info);
+  const auto with = [&](const std::string& from, const std::string& to) {
+    std::string text = info;
+    EXPECT_NE(text.find(from), std::string::npos) << from;
+    set_file_text(json, sealed(text.replace(text.find(from), from.size(), to)));
+    return message_of<CheckpointError>([&] { return read_info(folder / "c"); });
+  };
+  // "w" has pieces [0,[0,0],[2,3],crc] and [1,[2,0],[2,3],crc].
+  EXPECT_THAT(with("[1,[2,0],[2,3]", "[1,[1,0],[2,3]"), HasSubstr("tensor w has pieces that overlap or leave holes"));
+  EXPECT_THAT(with("[1,[2,0],[2,3]", "[1,[2,0],[1,3]"), HasSubstr("tensor w has pieces that overlap or leave holes"));
+  EXPECT_THAT(with("[1,[2,0],[2,3]", "[1,[3,0],[2,3]"), HasSubstr("outside of its shape"));
+  EXPECT_THAT(with("[1,[2,0],[2,3]", "[1,[2],[2]"), HasSubstr("outside of its shape"));
+  EXPECT_THAT(with("[1,[2,0],[2,3]", "[2,[2,0],[2,3]"), HasSubstr("has 2, want an integer of 0 to 1"));
+  EXPECT_THAT(with("[1,[2,0],[2,3]", "[1,[2,-1],[2,3]"), HasSubstr("has -1, want an integer of 0 to"));
+  EXPECT_THAT(with("[1,[2,0],[2,3]", "[1,[2,0.0],[2,3]"), HasSubstr("has 0.0, want an integer"));
+  EXPECT_THAT(with("[1,[2,0],[2,3],", "[1,[2,0],[2,3],0,"), HasSubstr("has a piece of 5 values, want 4"));
+  EXPECT_THAT(with("[1,[2,0],[2,3]", "[1,2,[2,3]"), HasSubstr("has 2, want a list"));
+  EXPECT_THAT(with("\"shape\":[4,3]", "\"shape\":[4611686018427387904,3]"),
+              HasSubstr("tensor w has a shape whose bytes overflow"));
+  EXPECT_THAT(with("\"dtype\":\"F32\"", "\"dtype\":\"F33\""),
+              HasSubstr("has dtype \"F33\", which safetensors files do not have"));
+  EXPECT_THAT(with("\"dtype\":\"F32\"", "\"dtype\":7"), HasSubstr("has 7, want a string"));
+  EXPECT_THAT(with("\"layout\":", "\"other\":"), HasSubstr("has no \"layout\" where one belongs"));
+  EXPECT_THAT(with("rank-00001.safetensors", "../rank-00001.safetensors"), HasSubstr("want a plain name inside its folder"));
+  EXPECT_THAT(with("rank-00001.safetensors", "rank-00000.safetensors"), HasSubstr("names the file rank-00000.safetensors twice"));
+  EXPECT_THAT(with("\"world_size\":2", "\"world_size\":2,\"world_size\":3"), HasSubstr("has \"world_size\" twice in one object"));
+  EXPECT_THAT(with("\"tensors\":{", "\"tensors\":[],\"more\":{"), HasSubstr("has tensors that are no object"));
+  EXPECT_THAT(with("\"format\"", "\"former\""), HasSubstr("has another format"));
 }
 
 TEST(Ckpt, FoldersThatAreInTheWay) {
