@@ -1,6 +1,8 @@
 # The public headers, installed with the library. The tests compare this list with the tree (tools/check_headers.py). Headers of `train`
 # belong to hp-train and are not installed.
 target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR}/include FILES
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/ckpt/checkpoint.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/ckpt/safetensors.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/comm/comm.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/comm/world.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/core/error.h

@@ -162,6 +162,10 @@ install_torch() {
     say "numpy: pip install numpy"
     "$venv/bin/pip" install --quiet --disable-pip-version-check numpy </dev/null || die "pip could not install numpy"
   fi
+  if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("safetensors") is None)'; then
+    say "safetensors: pip install safetensors (a test compares our files with it)"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check safetensors </dev/null || say "pip could not install safetensors: that test will skip"
+  fi
   ensure_torchrun
   say "torch ${found##* } from ${found% *} ($(since "$start"))"
 }

@@ -1,5 +1,7 @@
 #pragma once
 // Everything that a training program needs.
+#include <hyper_parallel/ckpt/checkpoint.h>
+#include <hyper_parallel/ckpt/safetensors.h>
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/comm/world.h>
 #include <hyper_parallel/core/error.h>

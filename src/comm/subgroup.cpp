@@ -56,4 +56,12 @@ Comm Comm::subgroup(std::span<const int> members) const {
   return Comm(find_or_make_group(world, parent.device_type, ranks, name));
 }
 
+Comm separate_group(const Comm& comm, const std::string& purpose) {
+  const auto& impl = comm.impl();
+  if (impl.size == 1 || impl.fake) return comm;
+  const auto world = impl.world.lock();
+  check_value(world != nullptr, "separate_group", "the world of group ", impl.name, " is gone, want it alive");
+  return Comm(find_or_make_group(world, impl.device_type, impl.ranks, concat(impl.name, '/', purpose), purpose));
+}
+
 }  // namespace hyper_parallel

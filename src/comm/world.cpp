@@ -239,12 +239,12 @@ void choose_allocator(World::Impl& world, Comm::Impl& group) {
 }  // namespace
 
 std::shared_ptr<Comm::Impl> find_or_make_group(const std::shared_ptr<World::Impl>& world, std::string_view device_type,
-                                               const std::vector<int>& ranks, const std::string& name) {
+                                               const std::vector<int>& ranks, const std::string& name, std::string_view purpose) {
   constexpr std::string_view kOp = "get_group";
   check_value(supports(device_type), kOp, "no backend for device type \"", device_type, "\" in this build, want \"cpu\"");
   const auto mine = std::find(ranks.begin(), ranks.end(), world->rank);
   check_value(mine != ranks.end(), kOp, "rank ", world->rank, " is not a member of group ", name);
-  const auto key = concat(device_type, ':', rank_key(ranks));
+  const auto key = concat(device_type, ':', rank_key(ranks), purpose.empty() ? "" : "/", purpose);
   const std::lock_guard lock(world->mutex);
   if (const auto found = world->groups.find(key); found != world->groups.end()) return found->second;
   auto group = std::make_shared<Comm::Impl>();

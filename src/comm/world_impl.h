@@ -44,9 +44,14 @@ struct World::Impl {
 };
 
 /// The group of `ranks` (global, in group order) in `world`: found in the cache or made. Collective among `ranks` when made.
+/// Groups of another `purpose` have connections of their own.
 /// ValueError when this rank is not listed or the device has no backend; CommError when a member does not come.
 std::shared_ptr<Comm::Impl> find_or_make_group(const std::shared_ptr<World::Impl>& world, std::string_view device_type,
-                                               const std::vector<int>& ranks, const std::string& name);
+                                               const std::vector<int>& ranks, const std::string& name,
+                                               std::string_view purpose = {});
+
+/// A group of the same ranks with connections of its own, so that another thread can use it. Collective among them.
+[[nodiscard]] Comm separate_group(const Comm& comm, const std::string& purpose);
 
 /// Gloo's pairs among `ranks`, which meet in `world`'s store under `key`.
 std::unique_ptr<Transport> make_gloo_transport(World::Impl& world, const std::string& key, int group_rank, int group_size);

@@ -1,0 +1,113 @@
+#include "ckpt/commit.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+
+#include <hyper_parallel/core/error.h>
+
+#include "ckpt/file.h"
+#include "ckpt/info.h"
+
+namespace hyper_parallel::ckpt {
+namespace {
+
+constexpr std::string_view kStep = "step-";
+constexpr std::string_view kRemoved = ".removed-";
+
+}  // namespace
+
+std::filesystem::path target_path(const std::filesystem::path& path) {
+  std::filesystem::path target = std::filesystem::absolute(path).lexically_normal();
+  if (!target.has_filename()) target = target.parent_path();
+  check_value(!path.empty() && target.has_filename(), "ckpt.save", "\"", path.string(), "\" is no name for a folder");
+  return target;
+}
+
+std::filesystem::path partial_path(const std::filesystem::path& target) {
+  return target.parent_path() / concat('.', target.filename().string(), ".partial");
+}
+
+void begin_commit(const std::filesystem::path& target, bool overwrite) {
+  std::error_code ignored;
+  const bool there = std::filesystem::exists(target, ignored) && !std::filesystem::is_empty(target, ignored);
+  check_value(!there || overwrite, "ckpt.save", target.string(), " is there already, want another name or overwrite = true");
+  check_value(!there || std::filesystem::exists(target / kInfoFile, ignored), "ckpt.save", target.string(),
+              " holds something else than a checkpoint, which is not overwritten");
+  make_folders(target.parent_path());
+  remove_tree(partial_path(target));
+  make_folder(partial_path(target));
+}
+
+void finish_commit(const std::filesystem::path& target) {
+  const std::filesystem::path partial = partial_path(target);
+  sync_folder(partial);
+  std::error_code ignored;
+  if (std::filesystem::exists(target / kInfoFile, ignored)) {
+    exchange_paths(partial, target);
+    sync_folder(target.parent_path());
+    remove_tree(partial);
+  } else {
+    rename_path(partial, target);
+    sync_folder(target.parent_path());
+  }
+}
+
+void abandon_commit(const std::filesystem::path& target) noexcept {
+  std::error_code ignored;
+  std::filesystem::remove_all(partial_path(target), ignored);
+}
+
+std::string step_name(std::int64_t step) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "step-%08lld", static_cast<long long>(step));
+  return text;
+}
+
+std::vector<std::int64_t> steps_in(const std::filesystem::path& folder) {
+  std::vector<std::int64_t> steps;
+  std::error_code error;
+  for (auto entry = std::filesystem::directory_iterator(folder, error); !error && entry != std::filesystem::directory_iterator();
+       entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    if (!name.starts_with(kStep)) continue;
+    std::int64_t step = 0;
+    const char* end = name.data() + name.size();
+    const auto [rest, problem] = std::from_chars(name.data() + kStep.size(), end, step);
+    std::error_code ignored;
+    if (problem == std::errc() && rest == end && step >= 0 && name == step_name(step) &&
+        std::filesystem::exists(entry->path() / kInfoFile, ignored))
+      steps.push_back(step);
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+void keep_last(const std::filesystem::path& folder, std::size_t keep, std::int64_t newest) {
+  std::vector<std::filesystem::path> removed;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    if (entry.path().filename().string().starts_with(kRemoved)) removed.push_back(entry.path());
+  }
+  std::vector<std::int64_t> steps = steps_in(folder);
+  if (const auto found = std::ranges::find(steps, newest); found != steps.end()) std::rotate(found, found + 1, steps.end());
+  for (std::size_t i = 0; i + keep < steps.size(); ++i) {
+    const std::string name = step_name(steps[i]);
+    removed.push_back(folder / concat(kRemoved, name));
+    rename_path(folder / name, removed.back());
+  }
+  for (const std::filesystem::path& path : removed) remove_tree(path);
+}
+
+void clean_folder(const std::filesystem::path& folder) noexcept {
+  std::error_code error;
+  std::vector<std::filesystem::path> left;
+  for (auto entry = std::filesystem::directory_iterator(folder, error); !error && entry != std::filesystem::directory_iterator();
+       entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    if (name.starts_with(concat('.', kStep)) && name.ends_with(".partial")) left.push_back(entry->path());
+  }
+  for (const std::filesystem::path& path : left) std::filesystem::remove_all(path, error);
+}
+
+}  // namespace hyper_parallel::ckpt

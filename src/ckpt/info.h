@@ -1,0 +1,23 @@
+#pragma once
+#include <filesystem>
+#include <string>
+
+#include <hyper_parallel/ckpt/checkpoint.h>
+
+namespace hyper_parallel::ckpt {
+
+inline constexpr const char* kInfoFile = "checkpoint.json";
+inline constexpr int kFormatVersion = 1;
+
+/// Text of checkpoint.json, with a checksum of itself.
+[[nodiscard]] std::string info_text(const CheckpointInfo& info);
+/// ValueError unless `text` is JSON (or empty). \return it, or "null"
+[[nodiscard]] std::string check_extra(std::string_view op, const std::string& text);
+
+/// Where a piece lies in its file. CheckpointError: it is not there, or another than checkpoint.json says.
+[[nodiscard]] const TensorEntry& piece_entry(const SafetensorsFile& file, const CheckpointInfo::Tensor& tensor,
+                                             const CheckpointInfo::Piece& piece);
+/// CheckpointError unless the checksums are equal.
+void check_piece(const SafetensorsFile& file, const TensorEntry& entry, std::uint32_t got, std::uint32_t want);
+
+}  // namespace hyper_parallel::ckpt
