@@ -18,7 +18,7 @@ namespace hyper_parallel::ckpt {
 namespace {
 
 constexpr std::string_view kOp = "ckpt.load";
-constexpr std::uint64_t kChunk = 1 << 20;
+constexpr std::uint64_t kChunk = 256 << 10;
 
 /// What a rank has read of a stored piece, for the check that the ranks do together.
 struct Share {

@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::string_view kOp = "ckpt.save";
 /// Bytes that are checksummed and written at a time: they stay in the cache in between.
-constexpr std::uint64_t kChunk = 1 << 20;
+constexpr std::uint64_t kChunk = 256 << 10;
 
 std::string file_name(int rank) {
   char text[32];
