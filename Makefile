@@ -11,7 +11,7 @@ TEST_JOBS ?= $(JOBS)
 CTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
-SANITIZERS ?= asan tsan
+SANITIZERS ?= asan
 
 # What ccache needs to serve files that use the precompiled torch header.
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
@@ -27,7 +27,7 @@ help:
 	@echo 'make build    build everything into $(BUILD)/ (BUILD=, BUILD_TYPE=, JOBS=)'
 	@echo 'make check    formatting, header tiers, documents; make format to fix the first'
 	@echo 'make tidy     clang-tidy 14 over the library (slow)'
-	@echo 'make sanitize the tests of comm, fsdp, nn and optim under asan and tsan (slow; SANITIZERS=asan for one)'
+	@echo 'make sanitize the tests of comm, fsdp, nn and optim under sanitizers (slow; SANITIZERS=tsan: for threads)'
 	@echo 'make install  install into PREFIX=$(PREFIX)'
 	@echo 'make clean    remove $(BUILD)/'
 
@@ -65,7 +65,7 @@ format:
 tidy: build
 	@clang-tidy-14 -p $(BUILD) --quiet $$(find src -name '*.cpp' -not -path 'src/train/*')
 
-# Builds of their own, in build-asan/ and build-tsan/.
+# A build of its own, in build-asan/ (build-tsan/).
 sanitize: setup
 	@for preset in $(SANITIZERS); do tools/sanitize.sh $$preset $(CTEST_ARGS); done
 
