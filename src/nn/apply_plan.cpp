@@ -109,7 +109,7 @@ class Application {
       const auto info = result_.named.find(parameter.name);
       if (info == result_.named.end()) continue;
       if (const auto unit = fsdp::managed_by(parameter.tensor))
-        problems.add(parameter.name, ": unit ", *unit, " manages it, want the plan applied before fully_shard");
+        problems.add(parameter.name, ": ", *unit, " manages it, want the plan applied before fully_shard");
       if (parameter.tensor.grad().defined())
         problems.add(parameter.name, ": has a gradient, want the plan applied before training");
       if (options.boundaries_elsewhere || !is_cut(info->second)) continue;

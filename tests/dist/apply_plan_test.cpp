@@ -159,7 +159,7 @@ TEST(ApplyPlan, ErrorsAllAtOnce) {
     plan.modules.pop_back();
     fully_shard(layer, {.mesh = mesh["dp_shard"]});
     EXPECT_THAT(value_error([&] { return apply_plan(layer, plan, {.meshes = {.dense = mesh}, .boundaries_elsewhere = true}); }),
-                HasSubstr("weight: unit Linear manages it, want the plan applied before fully_shard"));
+                HasSubstr("weight: unit Linear as weight manages it, want the plan applied before fully_shard"));
     EXPECT_THAT(value_error([&] { return apply_plan(nullptr, plan, {}); }), HasSubstr("module is null"));
   });
 }
