@@ -20,13 +20,13 @@ void Runtime::wait_for_readers() {
   }
 }
 
-void Runtime::end_of_forward() {
+void Runtime::wait_after_forward() {
   if (depth_ > 0 || in_backward_) return;
   finish_reading();
   wait_for_readers();
 }
 
-void Runtime::leave_forward() {
+void Runtime::abandon_reading() {
   if (depth_ == 0 && !in_backward_) finish_reading();
 }
 

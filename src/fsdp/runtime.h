@@ -52,9 +52,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// The unit's forward is over, that of the outermost one maybe not.
   void leave_forward(Unit& unit);
   void end_forward(bool completed);
-  /// The outermost forward has returned: no peer reads this rank's shards any more, or after an exception, this one no peer's.
-  void end_of_forward();
-  void leave_forward();
+  /// The outermost forward has returned: no peer reads this rank's shards any more.
+  void wait_after_forward();
+  /// It threw: this rank reads no peer's shards any more, and waits for none.
+  void abandon_reading();
 
   /// These units, in this order, ran inside one checkpoint and will run again there.
   void remember_segment(const std::vector<Unit*>& units);

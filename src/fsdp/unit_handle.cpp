@@ -112,13 +112,13 @@ ForwardScope::~ForwardScope() {
     unit_.post_forward(member_, false);
   } catch (...) {  // the exception that is under way says what happened
   }
-  unit_.runtime().leave_forward();
+  unit_.runtime().abandon_reading();
 }
 
 void ForwardScope::finish() {
   finished_ = true;
   unit_.post_forward(member_, true);
-  unit_.runtime().end_of_forward();
+  unit_.runtime().wait_after_forward();
 }
 
 bool ForwardScope::casts_inputs() const {
