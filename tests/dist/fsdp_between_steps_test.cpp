@@ -6,16 +6,12 @@
 #include <hyper_parallel/hyper_parallel.h>
 
 #include "support/message_of.h"
+#include "support/net_on_ranks.h"
 #include "support/rank_threads.h"
 #include "support/small_net.h"
 
 namespace hyper_parallel::testing {
 namespace {
-
-torch::Tensor loss_of(Net& net, int rank) {
-  const Batch part = make_batch(int64_t{4} * get_world_size(), 3).part(rank, get_world_size());
-  return net_loss(net(part.tokens), part.targets);
-}
 
 /// A gather that throws in the middle: nothing stays that an optimizer step would make stale.
 TEST(UnshardScope, ThatFailsLeavesNothingGathered) {

@@ -5,6 +5,7 @@
 
 #include <hyper_parallel/hyper_parallel.h>
 
+#include "support/net_on_ranks.h"
 #include "support/rank_threads.h"
 #include "support/small_net.h"
 
@@ -12,23 +13,6 @@ namespace hyper_parallel::testing {
 namespace {
 
 const std::vector<std::vector<int64_t>> kMeshes = {{1}, {2}, {2, 2}};
-
-torch::Tensor loss_of(Net& net, int rank, uint64_t seed) {
-  const Batch part = make_batch(4 * get_world_size(), seed).part(rank, get_world_size());
-  return net_loss(net(part.tokens), part.targets);
-}
-
-/// Sum over the seeds of the gradients of the plain model, each the mean over the ranks.
-Tensors plain_sum(const std::vector<uint64_t>& seeds) {
-  Net plain = make_net();
-  const int world = get_world_size();
-  for (const uint64_t seed : seeds) {
-    for (int rank = 0; rank < world; ++rank) (loss_of(plain, rank, seed) / world).backward();
-  }
-  Tensors gradients = plain_gradients(*plain);
-  gradients.erase("head.weight");
-  return gradients;
-}
 
 torch::Tensor evaluate(Net& net) {
   const torch::NoGradGuard no_grad;
@@ -55,13 +39,13 @@ TEST(Toggled, BetweenForwardAndBackward) {
         root.set_requires_all_reduce(true);
         root.set_reshard_after_forward(step == 0);
         loss.backward();
-        EXPECT_LT(relative_difference(full_gradients(root), plain_sum({1, 2, 3})), 1e-5) << step;
+        EXPECT_LT(relative_difference(full_gradients(root), mean_gradients({1, 2, 3})), 1e-5) << step;
         root.zero_grad(/*set_to_none=*/step == 0);
         u3.set_requires_gradient_sync(false);
         loss_of(net, rank, 4).backward();
         u3.set_requires_gradient_sync(true);
         loss_of(net, rank, 5).backward();
-        EXPECT_LT(relative_difference(full_gradients(root), plain_sum({4, 5})), 1e-5) << step;
+        EXPECT_LT(relative_difference(full_gradients(root), mean_gradients({4, 5})), 1e-5) << step;
         root.zero_grad();
       }
     });
@@ -195,7 +179,7 @@ TEST(Frozen, BetweenAccumulationAndReduction) {
         waiting(false);
         for (auto& parameter : net->u1->parameters()) parameter.set_requires_grad(false);
         loss_of(net, rank, 2).backward();
-        const Tensors before = plain_sum({1}), both = plain_sum({1, 2});
+        const Tensors before = mean_gradients({1}), both = mean_gradients({1, 2});
         for (const auto& [name, gradient] : full_gradients(root)) {
           const Tensors want = {{"", (name.starts_with("u1.") ? before : both).at(name)}};
           EXPECT_LT(relative_difference({{"", gradient}}, want), 1e-5) << name;
@@ -204,7 +188,8 @@ TEST(Frozen, BetweenAccumulationAndReduction) {
         root.zero_grad();
         for (auto& parameter : net->u1->parameters()) parameter.set_requires_grad(true);
         loss_of(net, rank, 3).backward();
-        EXPECT_LT(relative_difference(full_gradients(root), plain_sum({3})), 1e-5) << "nothing is left of the first backward";
+        EXPECT_LT(relative_difference(full_gradients(root), mean_gradients({3})), 1e-5)
+            << "nothing is left of the first backward";
       });
     }
   }
@@ -279,7 +264,7 @@ TEST(Evaluation, BetweenAForwardAndItsBackward) {
           (void)evaluate(net);
           if (step == 1) root.reset_iter_state();
           loss.backward();
-          EXPECT_LT(relative_difference(full_gradients(root), plain_sum({1})), 1e-5) << step;
+          EXPECT_LT(relative_difference(full_gradients(root), mean_gradients({1})), 1e-5) << step;
           root.zero_grad();
         }
       }

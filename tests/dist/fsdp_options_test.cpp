@@ -7,18 +7,12 @@
 
 #include "support/counting_allocator.h"
 #include "support/message_of.h"
+#include "support/net_on_ranks.h"
 #include "support/rank_threads.h"
 #include "support/small_net.h"
 
 namespace hyper_parallel::testing {
 namespace {
-
-constexpr int64_t kRowsPerRank = 4;
-
-torch::Tensor loss_of(Net& net, int rank, uint64_t seed = 3) {
-  const Batch part = make_batch(kRowsPerRank * get_world_size(), seed).part(rank, get_world_size());
-  return net_loss(net(part.tokens), part.targets);
-}
 
 void expect_trains(const FullyShardOptions& options, const char* what) {
   Net net = make_net(), plain = make_net();

@@ -7,26 +7,12 @@
 
 #include "support/counting_allocator.h"
 #include "support/message_of.h"
+#include "support/net_on_ranks.h"
 #include "support/rank_threads.h"
 #include "support/small_net.h"
 
 namespace hyper_parallel::testing {
 namespace {
-
-torch::Tensor loss_of(Net& net, int rank, uint64_t seed = 3) {
-  const Batch part = make_batch(int64_t{4} * get_world_size(), seed).part(rank, get_world_size());
-  return net_loss(net(part.tokens), part.targets);
-}
-
-Tensors plain_mean_gradients(const std::vector<uint64_t>& seeds) {
-  Net plain = make_net();
-  for (const uint64_t seed : seeds) {
-    for (int rank = 0; rank < get_world_size(); ++rank) (loss_of(plain, rank, seed) / get_world_size()).backward();
-  }
-  Tensors want = plain_gradients(*plain);
-  want.erase("head.weight");
-  return want;
-}
 
 /// Collectives by operation name that `f` starts on `comm`, from the flight recorder.
 template <class F>
@@ -52,7 +38,7 @@ TEST(ReduceOpType, SumAndAverage) {
     run_ranks(ranks_of(mesh), [&](int) {
       Net net = make_net();
       const HSDPModule root = shard_net(net, on_mesh(mesh));
-      const Tensors want = plain_mean_gradients({3});
+      const Tensors want = mean_gradients({3});
       root.set_reduce_op_type(" S u M ");
       loss_of(net, get_rank()).backward();
       EXPECT_LT(relative_difference(full_gradients(root), times(want, get_world_size())), 1e-5);
@@ -80,7 +66,7 @@ TEST(Factors, DivideAndScale) {
         FullyShardOptions options = on_mesh(mesh);
         options.mp_policy.reduce_dtype = reduce_dtype;
         const HSDPModule root = shard_net(net, options);
-        const Tensors want = plain_mean_gradients({3});
+        const Tensors want = mean_gradients({3});
         root.set_gradient_divide_factor(2.0);
         loss_of(net, get_rank()).backward();
         EXPECT_LT(relative_difference(full_gradients(root), times(want, get_world_size() / 2.0)), tolerance);
@@ -160,7 +146,7 @@ TEST(AllReduce, DeferredToTheLastMicroBatch) {
       if (mesh.size() == 2 && mesh[0] > 1) {
         EXPECT_EQ(final.at("all_reduce"), 6) << "one for each unit";
       }
-      EXPECT_LT(relative_difference(full_gradients(root), plain_mean_gradients({4, 5, 6})), 1e-5);
+      EXPECT_LT(relative_difference(full_gradients(root), mean_gradients({4, 5, 6})), 1e-5);
     });
   }
 }
@@ -199,16 +185,16 @@ TEST(LastBackward, GradientsWaitForIt) {
         EXPECT_TRUE(root.named_grad_dtensors().empty());
         root.set_is_last_backward(true);
         loss_of(net, get_rank(), 6).backward();
-        EXPECT_LT(relative_difference(full_gradients(root), plain_mean_gradients({4, 5, 6})), 1e-5);
+        EXPECT_LT(relative_difference(full_gradients(root), mean_gradients({4, 5, 6})), 1e-5);
         root.zero_grad();
       }
       root.set_is_last_backward(false);
       loss_of(net, get_rank(), 7).backward();
       hsdp_sync_stream();
-      EXPECT_LT(relative_difference(full_gradients(root), plain_mean_gradients({7})), 1e-5);
+      EXPECT_LT(relative_difference(full_gradients(root), mean_gradients({7})), 1e-5);
       loss_of(net, get_rank(), 8).backward();
       root.wait_for_gradients();
-      EXPECT_LT(relative_difference(full_gradients(root), plain_mean_gradients({7, 8})), 1e-5);
+      EXPECT_LT(relative_difference(full_gradients(root), mean_gradients({7, 8})), 1e-5);
       hsdp_sync_stream();  // nothing left: local
     });
   }
@@ -357,7 +343,7 @@ TEST(Prefetch, ListsReplaceTheLearnedOrder) {
     Net net = make_net();
     const HSDPModule root = shard_net(net, on_all());
     const HSDPModule u1 = HSDPModule::of(net->u1), u3 = HSDPModule::of(net->u3), u4 = HSDPModule::of(net->u4);
-    const Tensors want = plain_mean_gradients({3});
+    const Tensors want = mean_gradients({3});
     u1.set_modules_to_forward_prefetch(std::vector<fsdp::UnitHandle>{u4, u3});
     u4.set_modules_to_backward_prefetch(std::vector<fsdp::UnitHandle>{u1});
     root.set_modules_to_forward_prefetch(std::vector<fsdp::UnitHandle>{});
@@ -421,7 +407,7 @@ TEST(Reset, OneUnitOrTheTree) {
     HSDPModule::of(net->u1).reset_iter_state(/*recursive=*/false);
     root.set_requires_gradient_sync(true);
     loss_of(net, get_rank(), 5).backward();
-    const Tensors got = full_gradients(root), both = plain_mean_gradients({4, 5}), last = plain_mean_gradients({5});
+    const Tensors got = full_gradients(root), both = mean_gradients({4, 5}), last = mean_gradients({5});
     for (const auto& [name, gradient] : got)
       EXPECT_LT(relative_difference({{"", gradient}}, {{"", (name.starts_with("u1.") ? last : both).at(name)}}), 1e-5) << name;
   });

@@ -6,6 +6,7 @@
 #include <hyper_parallel/hyper_parallel.h>
 
 #include "support/message_of.h"
+#include "support/net_on_ranks.h"
 #include "support/rank_threads.h"
 #include "support/same_gradients.h"
 #include "support/small_net.h"
@@ -14,22 +15,6 @@ namespace hyper_parallel::testing {
 namespace {
 
 const std::vector<std::vector<int64_t>> kMeshes = {{1}, {2}, {2, 2}};
-
-torch::Tensor loss_of(Net& net, int rank, uint64_t seed) {
-  const Batch part = make_batch(int64_t{2} * get_world_size(), seed).part(rank, get_world_size());
-  return net_loss(net(part.tokens), part.targets);
-}
-
-/// Gradients of the plain model on the mean loss of all ranks, summed over the batches of `seeds`.
-Tensors mean_gradients(const std::vector<uint64_t>& seeds, const NetOptions& options = {}) {
-  Net plain = make_net(options);
-  for (const uint64_t seed : seeds) {
-    for (int rank = 0; rank < get_world_size(); ++rank) (loss_of(plain, rank, seed) / get_world_size()).backward();
-  }
-  Tensors want = plain_gradients(*plain);
-  want.erase("head.weight");  // tied: one owner in the sharded model
-  return want;
-}
 
 void expect_gradients(const HSDPModule& root, const std::vector<uint64_t>& seeds, const char* what = "") {
   EXPECT_LT(relative_difference(full_gradients(root), mean_gradients(seeds)), 1e-5) << what;
