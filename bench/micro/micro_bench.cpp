@@ -5,7 +5,6 @@
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <hyper_parallel/comm/comm.h>
@@ -13,16 +12,11 @@
 #include <hyper_parallel/nn/fully_shard.h>
 #include <hyper_parallel/optim/adamw.h>
 
+#include "rank_pair.h"
+
 namespace hp = hyper_parallel;
 
 namespace {
-
-// Two threads of one benchmark are two ranks that meet in `store`; each repetition gets a new one.
-constexpr int kRanks = 2;
-c10::intrusive_ptr<c10d::Store> store;
-
-void new_store(const benchmark::State&) { store = c10::make_intrusive<c10d::HashStore>(); }
-void drop_store(const benchmark::State&) { store.reset(); }
 
 c10::intrusive_ptr<c10d::ProcessGroupGloo> torch_group(int rank) {
   auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));

@@ -2,22 +2,16 @@
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/comm/world.h>
 #include <hyper_parallel/parallel/attention.h>
 #include <hyper_parallel/parallel/moe.h>
 
+#include "rank_pair.h"
+
 namespace hp = hyper_parallel;
 
 namespace {
-
-constexpr int kRanks = 2;
-c10::intrusive_ptr<c10d::Store> store;
-
-void new_store(const benchmark::State&) { store = c10::make_intrusive<c10d::HashStore>(); }
-void drop_store(const benchmark::State&) { store.reset(); }
 
 /// Of one axis over the threads of the benchmark; undefined for one.
 hp::DeviceMesh mesh_of(const benchmark::State& state) {
