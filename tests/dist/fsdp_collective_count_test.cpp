@@ -15,6 +15,7 @@
 #include "dist/collective_count.h"
 #include "support/rank_threads.h"
 #include "support/read_trace.h"
+#include "support/temp_folder.h"
 
 namespace hyper_parallel::testing {
 namespace {
@@ -93,7 +94,7 @@ TEST_P(CollectiveCount, IsThatOfTheTable) {
   const auto& [mesh, c] = GetParam();
   const int64_t shards = mesh.back(), replicas = mesh.size() == 2 ? mesh.front() : 1;
   constexpr int kSteps = 3;
-  const TemporaryFolder folder;
+  const TempFolder folder;
   TraceRecording recording(folder.file("t-%r.json"));
   std::map<std::string, UnitSize> sizes;
   std::array<int64_t, kSteps> counted{};  // by the groups' own counters

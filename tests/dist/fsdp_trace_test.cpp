@@ -16,6 +16,7 @@
 #include "support/read_trace.h"
 #include "support/slow_network.h"
 #include "support/small_net.h"
+#include "support/temp_folder.h"
 
 namespace hyper_parallel::testing {
 namespace {
@@ -33,12 +34,12 @@ void train_step(const Net& net, const HSDPModule& root, optim::AdamW& optimizer)
   optimizer.zero_grad();
 }
 
-Spans spans_of_rank(const TemporaryFolder& folder, int rank) {
+Spans spans_of_rank(const TempFolder& folder, int rank) {
   return spans_of(read_json(folder.file("t-" + std::to_string(rank) + ".json")));
 }
 
 TEST(EngineTrace, ShowsEveryPhaseOfEveryUnit) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   TraceRecording recording(folder.file("t-%r.json"));
   run_ranks(2, [] {
     const Net net = make_net();
@@ -89,7 +90,7 @@ TEST(EngineTrace, ShowsEveryPhaseOfEveryUnit) {
 }
 
 TEST(EngineTrace, BytesAreThoseOfTheGroup) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   TraceRecording recording(folder.file("t-%r.json"));
   int64_t sent = 0;
   run_ranks(2, [&](int rank) {
@@ -108,7 +109,7 @@ TEST(EngineTrace, BytesAreThoseOfTheGroup) {
 }
 
 TEST(EngineTrace, NothingChangesInTheResult) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   const auto train = [&](bool traced) {
     Tensors result;
     std::optional<TraceRecording> recording;
@@ -152,7 +153,7 @@ struct FaultyPairImpl : torch::nn::Module {
 HP_MODULE(FaultyPair);
 
 TEST(EngineTrace, ExceptionsLeaveSpansClosed) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   TraceRecording recording(folder.file("t-%r.json"));
   run_ranks(2, [] {
     FaultyPair net;
@@ -198,7 +199,7 @@ std::string layer(int i) { return "layers" + std::to_string(i); }
 
 /// The spans of each step, of one rank, by the number of the step from 0.
 std::vector<Spans> trace_steps(const OverlapCase& c, int rank_to_read) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   SlowNetwork network({.latency = 2ms});
   TraceRecording recording(folder.file("t-%r.json"));
   run_ranks(ranks_of(c.mesh), [&] {

@@ -19,6 +19,7 @@
 
 #include "support/rank_threads.h"
 #include "support/read_trace.h"
+#include "support/temp_folder.h"
 
 namespace hyper_parallel::train {
 namespace {
@@ -30,13 +31,9 @@ using testing::run_ranks;
 class TrainLoop : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "hp_loop_XXXXXX").string();
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    dir_ = pattern;
     std::ofstream out(dir_ / "text.txt");
     for (int i = 0; i < 600; ++i) out << "line " << i * 7919 % 600 << " of a text that repeats itself\n";
   }
-  void TearDown() override { fs::remove_all(dir_); }
 
   [[nodiscard]] Config config(const std::string& name, std::vector<Override> more = {}) const {
     std::vector<Override> overrides = {{"data.path", (dir_ / "text.txt").string()},
@@ -71,7 +68,8 @@ class TrainLoop : public ::testing::Test {
     EXPECT_NEAR(got.val_loss_end, expected.val_loss_end, tolerance);
   }
 
-  fs::path dir_;
+  testing::TempFolder folder_;
+  fs::path dir_ = folder_.path();
 };
 
 TEST_F(TrainLoop, LearnsAndWritesItsFiles) {

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "support/process.h"
+#include "support/temp_folder.h"
 
 namespace hyper_parallel {
 namespace {
@@ -29,9 +30,6 @@ struct Outcome {
 class HpTrain : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "hp_train_XXXXXX").string();
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    dir_ = pattern;
     std::ofstream text(dir_ / "text.txt");
     for (int i = 0; i < 400; ++i) text << "verse " << i * 7919 % 400 << " of a short book\n";
     text.close();
@@ -45,7 +43,6 @@ class HpTrain : public ::testing::Test {
                                         << (dir_ / "runs").string()
                                         << "'\nevery = 2\n[sample]\nprompts = ['verse ']\ntokens = 8\n";
   }
-  void TearDown() override { fs::remove_all(dir_); }
 
   [[nodiscard]] std::vector<std::string> arguments(const std::vector<std::string>& more) const {
     std::vector<std::string> all = {(dir_ / "config.toml").string()};
@@ -85,7 +82,8 @@ class HpTrain : public ::testing::Test {
     return values;
   }
 
-  fs::path dir_;
+  testing::TempFolder folder_;
+  fs::path dir_ = folder_.path();
 };
 
 TEST_F(HpTrain, OneAndTwoProcessesReachTheSameCurve) {

@@ -25,6 +25,8 @@ class TempFolder {
   TempFolder& operator=(const TempFolder&) = delete;
 
   [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
+  /// As text, for what takes no path.
+  [[nodiscard]] std::string file(const std::string& name) const { return (path_ / name).string(); }
   [[nodiscard]] std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
 
  private:

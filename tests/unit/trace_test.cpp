@@ -18,6 +18,7 @@
 #include "support/message_of.h"
 #include "support/process.h"
 #include "support/read_trace.h"
+#include "support/temp_folder.h"
 
 namespace {
 thread_local std::int64_t allocations = 0;
@@ -48,7 +49,7 @@ class Trace : public ::testing::Test {
     trace::stop();
     trace::set_rank(-1, 0);
   }
-  TemporaryFolder folder_;
+  TempFolder folder_;
 };
 
 void nested() {

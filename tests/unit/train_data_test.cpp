@@ -6,11 +6,12 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <hyper_parallel/train/corpus.h>
 #include <hyper_parallel/train/sampler.h>
 #include <hyper_parallel/train/tokenizer.h>
+
+#include "support/temp_folder.h"
 
 namespace hyper_parallel::train {
 namespace {
@@ -20,12 +21,6 @@ using ::testing::HasSubstr;
 
 class CorpusTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "hp_corpus_XXXXXX").string();
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    dir_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(dir_); }
   fs::path write(const std::string& name, const std::string& text) {
     fs::create_directories((dir_ / name).parent_path());
     std::ofstream(dir_ / name, std::ios::binary) << text;
@@ -44,7 +39,8 @@ class CorpusTest : public ::testing::Test {
     }
     return "no error";
   }
-  fs::path dir_;
+  testing::TempFolder folder_;
+  fs::path dir_ = folder_.path();
 };
 
 TEST_F(CorpusTest, ReadsOneFile) {
