@@ -299,6 +299,7 @@ class Parallelization {
 
   ParallelModel finish(const std::vector<HSDPModule>& handles) const {
     ParallelModel model{.root = handles.back(), .options = options_};
+    model.options.fully_shard = {};  // may hold parameters
     double factor = 1.0;
     if (options_.gradients == BoundaryGradients::kSumOfLosses)
       factor = set_source_gradient_factor(model.root, meshes_.dense, {.loss_parallel = options_.loss_parallel});

@@ -8,6 +8,7 @@
 
 #include <hyper_parallel/hyper_parallel.h>
 
+#include "dist/tp_net.h"
 #include "support/parallel_net.h"
 #include "support/rank_threads.h"
 
@@ -227,6 +228,87 @@ std::vector<Case> cases() {
 
 INSTANTIATE_TEST_SUITE_P(All, ParallelGrid, ::testing::ValuesIn(cases()),
                          [](const auto& instance) { return instance.param.name; });
+
+/// A plan that cuts the table and replicates the head that is tied to it: both are cut.
+ShardingPlan tied_plan() {
+  ShardingPlan plan;
+  plan.module("", {.params = {{"table", {{"tp", Shard(0)}}}, {"head", {}}}})
+      .module("block?", {.params = {{"a", {{"tp", Shard(0)}}}, {"a_bias", {{"tp", Shard(0)}}}, {"b", {{"tp", Shard(1)}}}}})
+      .module("block*", {.params = {{"token_norm", {}}}, .partial_gradient_axes = {"tp"}})
+      .tie("table", "head");
+  return plan;
+}
+
+/// \param meshes none: the plain model
+Record tied_run(const PlanMeshes& meshes, Mode mode, ShardLayout layout) {
+  TpNet net;
+  seed_parameters(*net, 3);
+  std::vector<torch::Tensor> plain;
+  for (const auto& item : net->named_parameters()) {
+    if (item.key() != "head") plain.push_back(item.value());
+  }
+  torch::optim::AdamW torch_adamw(plain, torch::optim::AdamWOptions(0.05).eps(1e-3).weight_decay(1e-2));
+  HSDPModule root;
+  std::optional<optim::AdamW> adamw;
+  int64_t row = 0, rows = 1;
+  if (meshes.dense.defined()) {
+    root = parallelize(net, tied_plan(), meshes,
+                       {.fully_shard = {.mp_policy = policy_of(mode), .shard_layout = layout},
+                        .containers = std::vector<std::string>{},
+                        .extra_units = {"block?"}})
+               .root;
+    adamw.emplace(root, adamw_options());
+    row = root.data_parallel_comm().rank();
+    rows = root.data_parallel_comm().size();
+  }
+  Record run;
+  for (std::size_t step = 0; step < kSteps; ++step) {
+    net->zero_grad();
+    double total = 0;
+    for (int64_t micro = 0; micro < micro_batches(mode); ++micro) {
+      if (root.defined()) root.set_requires_gradient_sync(micro + 1 == micro_batches(mode));
+      const Batch mine = make_batch(kRows, 50 + step).part(micro, micro_batches(mode)).part(row, rows);
+      const torch::Tensor logits = mode == Mode::kCheckpoint ? checkpoint(net, mine.tokens) : net(mine.tokens);
+      const torch::Tensor loss = net_loss(logits, mine.targets) / micro_batches(mode);
+      loss.backward();
+      total += loss.item<double>();
+    }
+    torch::Tensor mean = torch::tensor({total}, torch::kDouble);
+    if (root.defined()) root.unit_comm().all_reduce(mean, {.op = ReduceOp::kAvg}).wait();
+    run.losses.push_back(mean.item<double>());
+    run.norms.push_back(root.defined() ? clip_grad_norm_(root, kMaxNorm) : torch::nn::utils::clip_grad_norm_(plain, kMaxNorm));
+    run.gradients.push_back(root.defined() ? full_gradients(root) : plain_gradients(*net));
+    run.gradients.back().erase("head");
+    if (root.defined()) {
+      adamw->step();
+    } else {
+      torch_adamw.step();
+    }
+  }
+  if (root.defined()) {
+    run.parameters = full_parameters(root);
+  } else {
+    for (const auto& item : net->named_parameters()) run.parameters[item.key()] = item.value().detach().clone();
+    run.parameters.erase("head");
+  }
+  return run;
+}
+
+TEST(ParallelGridPlans, TiedToAReplicatedHeadEqualsOneRank) {
+  for (const auto mode : {Mode::kPlain, Mode::kAccumulate, Mode::kCheckpoint, Mode::kLowPrecision}) {
+    Record want;
+    run_ranks(1, [&] {
+      const PlanMeshes one = mode == Mode::kLowPrecision ? init_parallel_meshes("cpu") : PlanMeshes();
+      want = tied_run(one, mode, ShardLayout::kPerParameter);
+    });
+    run_ranks(4, [&](int rank) {
+      for (const auto layout : kLayouts) {
+        const Record got = tied_run(init_parallel_meshes("cpu", {.tp = 2}), mode, layout);
+        expect_same(got, want, mode, concat("mode ", static_cast<int>(mode), " rank ", rank));
+      }
+    });
+  }
+}
 
 }  // namespace
 }  // namespace hyper_parallel::testing

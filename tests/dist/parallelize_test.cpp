@@ -103,6 +103,47 @@ tied: table.weight = head.weight, of unit (model)
   });
 }
 
+TEST(Units, OptionsOfFullyShardReachTheUnits) {
+  run_ranks(2, [] {
+    Decoder model(DecoderOptions{.layers = 1});
+    const at::Tensor ignored = model->norm->weight, whole = model->layers[0]->scale;
+    const ParallelModel made =
+        parallelize(model, data_only(), {.fully_shard = {.ignored_params = {ignored}, .replicate_params = {whole}}});
+    EXPECT_THAT(unit_of(made, "").parameters, ElementsAre("table.weight", "head.weight"));
+    EXPECT_TRUE(model->norm->named_parameters()["weight"].is_same(ignored));
+    EXPECT_EQ(model->layers[0]->named_parameters()["scale"].numel(), 12) << "whole on every rank";
+    EXPECT_EQ(model->layers[0]->mlp->named_parameters()["gate_proj.weight"].numel(), 60);
+    const Batch batch = decoder_batch(model->options, 2, 1);
+    model(batch.tokens, batch.targets).backward();
+    EXPECT_TRUE(ignored.grad().defined());
+  });
+}
+
+/// ep as an axis of the only mesh: dense parameters are copies along it, like data-parallel replicas.
+TEST(Units, ExpertsOnTheOnlyMesh) {
+  for (const auto layout : kLayouts) {
+    run_ranks(4, [&](int rank) {
+      const PlanMeshes meshes{.dense = init_device_mesh("cpu", {2, 2}, {"dp", "ep"})};
+      const DecoderOptions whole{.layers = 1, .experts = 3};
+      DecoderOptions options = whole;
+      options.ep = meshes.dense["ep"];
+      Decoder model(options), plain(whole);
+      const Tensors values = decoder_values(whole);
+      parallel::load_whole(model, values);
+      parallel::load_whole(plain, values);
+      const ParallelModel made = parallelize(model, meshes, {.fully_shard = {.shard_layout = layout}});
+      EXPECT_EQ(unit_of(made, "layers.0.moe.experts").gradient_factor, 0.5);
+      const Batch batch = decoder_batch(whole, 4, 1), mine = batch.part(rank, 4);
+      plain(batch.tokens, batch.targets).backward();
+      model(mine.tokens, mine.targets).backward();
+      const Tensors got = full_gradients(made.root), want = plain_gradients(*plain);
+      EXPECT_EQ(got.size(), want.size());
+      for (const auto& [name, value] : got)
+        EXPECT_LT(relative_difference({{name, value}}, {{name, want.at(name)}}), 2e-5) << name;
+    });
+  }
+}
+
 // Tied parameters.
 
 struct TieBlockImpl : torch::nn::Module {
@@ -367,6 +408,50 @@ struct LeakingImpl : torch::nn::Module {
   torch::Tensor copy;
 };
 HP_MODULE(Leaking);
+
+/// Parameters cut along axes of both meshes in one module.
+struct MixedImpl : torch::nn::Module {
+  MixedImpl() {
+    w = register_parameter("w", torch::ones({2, 6, 6}));
+    gate = register_parameter("gate", torch::ones({6, 6}));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return x * w.sum() * gate.sum(); }
+  torch::Tensor w, gate;
+};
+HP_MODULE(Mixed);
+struct MixedNetImpl : torch::nn::Module {
+  MixedNetImpl() { experts = register_module("experts", Mixed()); }
+  torch::Tensor forward(const torch::Tensor& x) { return experts(x); }
+  Mixed experts{nullptr};
+};
+HP_MODULE(MixedNet);
+
+TEST_F(ParallelizeErrors, BothMeshesInOneUnit) {
+  run_ranks(4, [] {
+    const PlanMeshes meshes{.dense = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}),
+                            .expert = init_device_mesh("cpu", {2, 2}, {"edp", "ep"})};
+    ShardingPlan plan;
+    plan.module("experts", {.params = {{"w", {{"ep", Shard(0)}}}, {"gate", {{"tp", Shard(0)}}}}, .ep_size = 2});
+    MixedNet net;
+    EXPECT_THAT(
+        value_error([&] { return parallelize(net, plan, meshes, {.boundaries_elsewhere = true}); }),
+        HasSubstr("experts.gate: lies on DeviceMesh(cpu, tp=2), but unit experts on DeviceMesh(cpu, ep=2), want one mesh in a "
+                  "unit: make the experts a module of their own"));
+    EXPECT_EQ(net->experts->w.sizes(), (std::vector<int64_t>{2, 6, 6}));
+    // Experts in the model itself.
+    ShardingPlan outside;
+    outside.module("", {.params = {{"w", {{"ep", Shard(0)}}}}, .ep_size = 2});
+    Mixed flat;
+    EXPECT_THAT(value_error([&] { return parallelize(flat, outside, meshes, {.boundaries_elsewhere = true}); }),
+                HasSubstr("no unit besides the model"));
+    EXPECT_THAT(value_error([&] {
+                  TieNet other;
+                  other->register_parameter("w", torch::ones({2, 6, 6}));
+                  return parallelize(other, outside, meshes, {.boundaries_elsewhere = true});
+                }),
+                HasSubstr("w: routed experts belong to unit the model, want a unit of their own"));
+  });
+}
 
 TEST_F(ParallelizeErrors, ExpertsAndPlans) {
   run_ranks(4, [] {

@@ -63,7 +63,7 @@ struct HP_API ParallelModel {
   HSDPModule root = {};
   std::vector<ParallelUnit> units = {};                        ///< in the order of prefetching, the model itself last
   std::vector<std::pair<std::string, std::string>> tied = {};  ///< names of one parameter: the owner's, another
-  ParallelizeOptions options = {};
+  ParallelizeOptions options = {};                             ///< as given, but for fully_shard
 
   /// A table of the units, and where tied parameters went. Local.
   [[nodiscard]] std::string explain() const;
