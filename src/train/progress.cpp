@@ -49,8 +49,11 @@ std::string memory_table(const Config& config, const BatchPlan& batches, const E
   const MemoryPlan plan = plan_memory(config, batches, engine);
   const std::int64_t count = parameter_count(config.model);
   std::string text = fmt::format("Model      {} parameters in {} units\n", format_count(count), llama_units(config.model).size());
-  text += fmt::format("Memory plan of one of {} ranks ({} shards x {} replicas)\n", batches.dp_shard * batches.dp_replicate,
-                      batches.dp_shard, batches.dp_replicate);
+  std::string axes = fmt::format("{} shards x {} replicas", batches.dp_shard * batches.cp, batches.dp_replicate);
+  if (batches.cp > 1) axes += fmt::format(", cp {}", batches.cp);
+  if (batches.tp > 1) axes += fmt::format(", tp {}", batches.tp);
+  if (batches.ep > 1) axes += fmt::format(", ep {}", batches.ep);
+  text += fmt::format("Memory plan of one of {} ranks ({})\n", batches.world(), axes);
   const std::pair<const char*, std::int64_t> rows[] = {
       {"parameter shards", engine.shards},          {"gradient shards", engine.gradients},
       {"optimizer state", engine.optimizer_state},  {"gather and reduce buffers", engine.pool},
