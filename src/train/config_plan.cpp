@@ -92,6 +92,11 @@ void check_experts(const Config& c) {
   check_value(c.parallel.ep <= m.n_experts, "config", "parallel.ep = ", c.parallel.ep,
               ", want at most model.n_experts = ", m.n_experts, " (", c.where("parallel.ep"), ", ", c.where("model.n_experts"),
               ")");
+  check_value(c.parallel.memory_budget_mb == 0 || c.parallel.tp * c.parallel.ep == 1, "config",
+              "parallel.memory_budget_mb = ", c.parallel.memory_budget_mb, " with experts and parallel.",
+              c.parallel.ep > 1 ? "ep = " : "tp = ", c.parallel.ep > 1 ? c.parallel.ep : c.parallel.tp,
+              ": ranks that share weights hold different parts of others and would keep different ones, want no budget (",
+              c.where("parallel.memory_budget_mb"), ", ", c.where(c.parallel.ep > 1 ? "parallel.ep" : "parallel.tp"), ")");
 }
 
 BatchPlan plan_batches(const Config& config, int world) {

@@ -59,7 +59,8 @@ std::string memory_table(const Config& config, const BatchPlan& batches, const E
       {"optimizer state", engine.optimizer_state},  {"gather and reduce buffers", engine.pool},
       {"activations (estimate)", plan.activations}, {"total, without torch itself", plan.total()}};
   for (const auto& [name, bytes] : rows) text += fmt::format("  {:<28} {:>10}\n", name, format_bytes(bytes));
-  const std::int64_t whole = 2 * 4 * count + optimizer_bytes(config) + plan.activations;
+  const MemoryPlan uncut = plan_memory(config, {.micro_batch = batches.micro_batch}, {});
+  const std::int64_t whole = 2 * 4 * count + optimizer_bytes(config) + uncut.activations;
   text += fmt::format("  {:<28} {:>10}\n", "the same without sharding", format_bytes(whole));
   return text;
 }
