@@ -12,6 +12,8 @@
 #include <unistd.h>
 #include <nlohmann/json.hpp>
 
+#include <hyper_parallel/core/error.h>
+
 #include "support/process.h"
 #include "support/temp_folder.h"
 
@@ -125,7 +127,7 @@ TEST_F(HpTrain, DrawnArrangementsReachTheCurveOfOneProcess) {
   std::mt19937_64 random(11);
   const auto one_of = [&](const std::vector<std::string>& choices) { return choices[random() % choices.size()]; };
   const auto number = [&](const std::vector<int>& choices) { return choices[random() % choices.size()]; };
-  for (int drawn = 0; drawn < 10;) {
+  for (int drawn = 0; drawn < 7;) {
     const bool moe = number({0, 1}) == 1;
     const int replicas = number({1, 1, 2}), shards = number({1, 2}), cp = number({1, 1, 2, 3}), tp = number({1, 2, 2, 3});
     const int world = replicas * shards * cp * tp, ep = moe ? number({1, 2, 3, 4}) : 1;
