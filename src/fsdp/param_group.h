@@ -204,8 +204,8 @@ class ParamGroup {
   /// Bytes that this group holds outside the pool.
   [[nodiscard]] std::int64_t shard_bytes() const { return static_cast<std::int64_t>(shard_.nbytes()); }
   [[nodiscard]] std::int64_t shard_bytes_held() const { return on_meta() ? 0 : shard_bytes(); }
-  [[nodiscard]] std::int64_t grad_bytes() const { return grad_.defined() ? static_cast<std::int64_t>(grad_.nbytes()) : 0; }
-  /// What grad_bytes is once there is a gradient.
+  [[nodiscard]] std::int64_t grad_bytes() const;
+  /// What grad_bytes is once there is a gradient, if zero_grad(set_to_none=true) goes before each step.
   [[nodiscard]] std::int64_t planned_grad_bytes() const;
 
  private:
@@ -269,6 +269,7 @@ class ParamGroup {
   int replicas_ = 1;
 
   at::Tensor shard_, grad_;
+  at::Tensor spare_grad_;    ///< the one before, which a .grad referred to when local accumulation began
   bool may_alias_ = false;  ///< the guard's strictness, decided once
   bool aliased_ = false;    ///< world 1, same dtype: the gathered storage is the shard itself
   SwappedBuffer full_;

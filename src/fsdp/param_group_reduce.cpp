@@ -1,5 +1,6 @@
 // The gradient half of ParamGroup.
 #include <algorithm>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
@@ -96,8 +97,12 @@ bool ParamGroup::staged() const {
 void ParamGroup::ensure_grad() {
   ensure_packs();
   if (grad_.defined()) return;
-  const at::TensorOptions options = options_.main_grad ? master_.dtype(at::kFloat) : master_;
-  grad_ = allocate_flat(layout_.shard_numel(), options, host_allocator());
+  if (spare_grad_.defined() && spare_grad_.storage().use_count() == 1) {
+    grad_ = std::move(spare_grad_);
+  } else {
+    const at::TensorOptions options = options_.main_grad ? master_.dtype(at::kFloat) : master_;
+    grad_ = allocate_flat(layout_.shard_numel(), options, host_allocator());
+  }
   grad_.zero_();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& slice = layout_.slice(i, rank_);
@@ -149,6 +154,12 @@ GroupFootprint ParamGroup::footprint(bool map) const {
   size.partial = bytes(n, options_.reduce_dtype);
   size.exchange = bytes(exchange_numel(), options_.reduce_dtype);
   return size;
+}
+
+std::int64_t ParamGroup::grad_bytes() const {
+  std::size_t bytes = 0;
+  for (const at::Tensor* flat : {&grad_, &spare_grad_}) bytes += flat->defined() ? flat->nbytes() : 0;
+  return static_cast<std::int64_t>(bytes);
 }
 
 std::int64_t ParamGroup::planned_grad_bytes() const {
@@ -248,8 +259,14 @@ void ParamGroup::reduce_alone(std::vector<at::Tensor>& gradients, bool add) {
 void ParamGroup::accumulate(std::vector<at::Tensor>& gradients, MemoryPool& pool) {
   at::NoGradGuard no_grad;
   check_gradients(gradients);
-  // Alone, nothing is ever sent: the flat gradient itself is the accumulator. A .grad that is there keeps its memory until then.
-  if (alone() && !accumulated_ && (any_grad() || kept_elsewhere())) release_grad();
+  // Alone, nothing is ever sent: the flat gradient itself is the accumulator. A .grad that is there keeps its memory until then;
+  // the next step that finds one accumulates in that.
+  if (alone() && !accumulated_) {
+    const at::Tensor kept = any_grad() || kept_elsewhere() ? grad_ : at::Tensor();
+    if (kept.defined()) release_grad();
+    ensure_grad();
+    spare_grad_ = kept;
+  }
   ensure_grad();
   if (alone()) {
     reduce_alone(gradients, accumulated_);
