@@ -59,6 +59,7 @@ struct GroupFootprint {
   std::size_t wire = 0, wire_receive = 0;
   std::size_t accumulation = 0, accumulation_receive = 0;  ///< only when they differ from the wire's
   std::size_t partial = 0, exchange = 0;
+  MemoryPool::Use receive_use = MemoryPool::Use::kData;
   bool staged = false;      ///< every reduction goes through `partial`
   bool replicated = false;  ///< has replicas: `exchange` is needed
   bool custom = false;      ///< reduces by the user's own means: `exchange` is needed for results that are added to parked ones
@@ -242,6 +243,7 @@ class ParamGroup {
   [[nodiscard]] PendingComm all_gather(const Comm& comm, const at::Tensor& output, const at::Tensor& input) const;
   void choose_wire_dtype();
   [[nodiscard]] Pack make_pack(at::ScalarType dtype) const;
+  [[nodiscard]] MemoryPool::Use receive_use() const;
   [[nodiscard]] std::vector<Piece> pack_pieces(const at::Tensor& flat) const;
   [[nodiscard]] std::int64_t exchange_numel() const;
   void ensure_grad();

@@ -23,12 +23,17 @@ ParamGroup::Pack ParamGroup::make_pack(at::ScalarType dtype) const {
   const at::TensorOptions options = compute_.dtype(dtype);
   Pack pack;
   pack.buffer = SwappedBuffer(numel, options, "[fully_shard] internal: reduce buffer used after it was freed");
-  if (layout_.world() > 1)
-    pack.receive = SwappedBuffer(numel, options, "[fully_shard] internal: receive buffer used after it was freed");
+  if (layout_.world() > 1) {
+    pack.receive =
+        SwappedBuffer(numel, options, "[fully_shard] internal: receive buffer used after it was freed", receive_use());
+  }
   pack.pieces = pack_pieces(pack.buffer.flat());
   for (const auto& range : layout_.padding()) pack.padding.push_back(pack.buffer.flat().narrow(0, range.offset, range.numel));
   return pack;
 }
+
+/// Where shards are mapped, rows are summed in the peers' memory, and received only where a rank is late.
+MemoryPool::Use ParamGroup::receive_use() const { return can_map() ? MemoryPool::Use::kSpare : MemoryPool::Use::kData; }
 
 std::vector<ParamGroup::Piece> ParamGroup::pack_pieces(const at::Tensor& flat) const {
   std::vector<Piece> pieces;
@@ -147,6 +152,7 @@ GroupFootprint ParamGroup::footprint(bool map) const {
   if (layout_.world() > 1 && !options_.settings->reduce_scatter) {
     size.wire_receive = size.wire;
     size.accumulation_receive = size.accumulation;
+    size.receive_use = receive_use();
   }
   size.custom = static_cast<bool>(options_.settings->reduce_scatter);
   size.staged = staged();
