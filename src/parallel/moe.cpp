@@ -144,11 +144,13 @@ ParameterCuts GroupedExpertsImpl::own_cuts() const {
 
 void GroupedExpertsImpl::reset_parameters() {
   const ParameterCuts cuts = own_cuts();
-  const FeatureRange own = options.ep_mesh.defined() ? chunk_of(options.n_experts, static_cast<int>(options.ep_mesh.size()),
-                                                                options.ep_mesh.get_local_rank())
-                                                     : FeatureRange{0, options.n_experts};
   const auto reset = [&](const char* name, at::Tensor& parameter) {
     const at::NoGradGuard no_grad;
+    // A unit that knows the cuts asks for the whole parameter.
+    const bool all = !options.ep_mesh.defined() || parameter.sizes() == at::IntArrayRef(cuts.at(name).shape);
+    const FeatureRange own =
+        all ? FeatureRange{0, options.n_experts}
+            : chunk_of(options.n_experts, static_cast<int>(options.ep_mesh.size()), options.ep_mesh.get_local_rank());
     // Expert by expert, so that one whole matrix is the only memory besides: all are drawn, to use up equally many random
     // numbers.
     ParameterCut matrix = cuts.at(name);
