@@ -183,8 +183,9 @@ PlanMeshes init_parallel_meshes(std::string_view device_type, const ParallelSize
   }
   check_value(others * sizes.dp_shard == world, kMeshes, "dp_replicate * dp_shard * cp * tp is ", others * sizes.dp_shard,
               ", want the ", world, " ranks of the world");
-  const std::int64_t shard = sizes.dp_shard * sizes.cp;
-  check_value(shard % sizes.ep == 0, kMeshes, "ep is ", sizes.ep, ", want a divisor of dp_shard * cp, which is ", shard);
+  const std::int64_t shard = sizes.dp_shard * sizes.cp, experts = shard * (sizes.ep_spans_tp ? sizes.tp : 1);
+  check_value(experts % sizes.ep == 0, kMeshes, "ep is ", sizes.ep, ", want a divisor of dp_shard * cp",
+              sizes.ep_spans_tp ? " * tp" : "", ", which is ", experts);
 
   const auto make = [&](const char* replicate, std::vector<std::string> names, std::vector<std::int64_t> shape) {
     if (sizes.dp_replicate > 1) {
@@ -194,7 +195,11 @@ PlanMeshes init_parallel_meshes(std::string_view device_type, const ParallelSize
     return init_device_mesh(device_type, shape, names);
   };
   PlanMeshes meshes{.dense = make("dp_replicate", {"dp_shard", "cp", "tp"}, {sizes.dp_shard, sizes.cp, sizes.tp})};
-  if (sizes.ep > 1) meshes.expert = make("edp_replicate", {"edp_shard", "ep", "tp"}, {shard / sizes.ep, sizes.ep, sizes.tp});
+  if (sizes.ep > 1 && sizes.ep_spans_tp) {
+    meshes.expert = make("edp_replicate", {"edp_shard", "ep"}, {experts / sizes.ep, sizes.ep});
+  } else if (sizes.ep > 1) {
+    meshes.expert = make("edp_replicate", {"edp_shard", "ep", "tp"}, {experts / sizes.ep, sizes.ep, sizes.tp});
+  }
   return meshes;
 }
 

@@ -200,6 +200,8 @@ std::vector<Case> cases() {
   const DecoderOptions moe = {.layers = 1, .experts = 5, .aux_loss = 0.1};
   DecoderOptions moe_both = moe;
   moe_both.loss_parallel = moe_both.sequence = true;
+  DecoderOptions moe_split = moe, moe_split_both = moe_both;
+  moe_split.split_tokens = moe_split_both.split_tokens = true;
   DecoderOptions context = dense, moe_context = moe;
   context.length = moe_context.length = 8;
   DecoderOptions context_both = both;
@@ -221,6 +223,8 @@ std::vector<Case> cases() {
           {"Fsdp2Ep2Idle", 4, {.ep = 2}, moe, true},
           {"Fsdp4Ep2Tp2", 8, {.tp = 2, .ep = 2}, moe_both},
           {"Fsdp2Ep2Tp2", 4, {.tp = 2, .ep = 2}, moe},
+          {"Ep4OverTp2", 4, {.tp = 2, .ep = 4, .ep_spans_tp = true}, moe_split},
+          {"Fsdp4Ep4OverTp2", 8, {.tp = 2, .ep = 4, .ep_spans_tp = true}, moe_split_both},
           {"Fsdp2Cp2", 4, {.cp = 2}, context},
           {"Cp2Tp2", 4, {.cp = 2, .tp = 2}, context_both},
           {"Cp2Ep2", 2, {.cp = 2, .ep = 2}, moe_context}};

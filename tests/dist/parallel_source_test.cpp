@@ -43,6 +43,10 @@ TEST(ParallelMeshes, AxesAndSizes) {
     // ep in the dense mesh: nothing is sharded over it, but its ranks have tokens of their own.
     EXPECT_EQ(expert_gradient_factor({.dense = init_device_mesh("cpu", {2, 2, 2}, {"dp", "ep", "tp"})}), 0.5);
 
+    const PlanMeshes spanning = init_parallel_meshes("cpu", {.tp = 2, .ep = 4, .ep_spans_tp = true});
+    EXPECT_EQ(spanning.expert, init_device_mesh("cpu", {2, 4}, {"edp_shard", "ep"}));
+    EXPECT_EQ(expert_gradient_factor(spanning), 0.5) << "four data-parallel ranks, of which two groups hold each expert";
+
     const DeviceMesh stages = init_device_mesh("cpu", {2, 2, 2}, {"pp", "dp", "tp"});
     EXPECT_EQ(data_mesh(stages), stages["dp"]);
   });
@@ -57,6 +61,8 @@ TEST(ParallelMeshes, Errors) {
     EXPECT_EQ(error({.dp_shard = 4, .tp = 2}),
               "[init_parallel_meshes] dp_replicate * dp_shard * cp * tp is 8, want the 4 ranks of the world");
     EXPECT_EQ(error({.tp = 2, .ep = 4}), "[init_parallel_meshes] ep is 4, want a divisor of dp_shard * cp, which is 2");
+    EXPECT_EQ(error({.tp = 2, .ep = 3, .ep_spans_tp = true}),
+              "[init_parallel_meshes] ep is 3, want a divisor of dp_shard * cp * tp, which is 4");
     const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp_shard", "dp_replicate"});
     EXPECT_THAT(value_error([&] { return data_mesh(mesh); }), HasSubstr("stands to the right of dp_shard, want replicas first"));
     EXPECT_THAT(value_error([&] { return data_mesh(mesh["dp_replicate"]); }), HasSubstr("has no axis to shard over"));

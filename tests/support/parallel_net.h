@@ -21,6 +21,7 @@ struct DecoderOptions {
   bool checkpoint = false;     ///< blocks are recomputed
   int64_t experts = 0, top_k = 2;
   double aux_loss = 0.0;
+  bool split_tokens = false;  ///< the ranks of tp share out the tokens of experts
   DeviceMesh tp = {}, cp = {}, ep = {};
   DeviceMesh balance = {};  ///< one axis, all ranks with tokens of their own
 };
@@ -31,7 +32,7 @@ inline DecoderOptions on_meshes(DecoderOptions options, const PlanMeshes& meshes
   options.cp = meshes.dense["cp"];
   if (options.cp.size() == 1) options.cp = {};
   if (meshes.expert.defined()) options.ep = meshes.expert["ep"];
-  options.balance = parallel::data_mesh(meshes.dense).flatten("data");
+  options.balance = (options.split_tokens ? meshes.dense : parallel::data_mesh(meshes.dense)).flatten("data");
   return options;
 }
 
@@ -70,6 +71,7 @@ struct DecoderBlockImpl : torch::nn::Module {
                                                                                           .aux_loss_weight = o.aux_loss,
                                                                                           .ep_mesh = o.ep,
                                                                                           .tp_mesh = o.tp,
+                                                                                          .split_tokens = o.split_tokens,
                                                                                           .balance_mesh = o.balance,
                                                                                           .sequence_parallel = o.sequence}));
     } else {

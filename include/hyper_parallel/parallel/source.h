@@ -2,7 +2,7 @@
 // From parallel layers to fully_shard: meshes for composed parallelism, and the source layouts of layers that are built cut.
 //
 //   dense mesh    [dp_replicate] dp_shard cp tp      everything but routed experts
-//   expert mesh   [edp_replicate] edp_shard ep tp    the same ranks in the same order
+//   expert mesh   [edp_replicate] edp_shard ep tp    the same ranks in the same order; or without tp, whose ranks ep then spans
 //                 \___ data_mesh() ___/ \source axes/
 #include <cstdint>
 #include <string>
@@ -24,6 +24,8 @@ struct ParallelSizes {
   std::int64_t cp = 1;            ///< ranks that share a sequence; data-parallel ranks for the parameters
   std::int64_t tp = 1;
   std::int64_t ep = 1;  ///< divides dp_shard * cp: ranks of one ep group have different tokens
+  /// ep groups span ranks of tp, which share out their tokens (MoEOptions::split_tokens): ep divides dp_shard * cp * tp.
+  bool ep_spans_tp = false;
 };
 
 /// Meshes over all ranks of the world. `dense`: [dp_replicate, ] dp_shard, cp, tp, with dp_replicate where it is above 1.
