@@ -6,9 +6,10 @@ namespace hyper_parallel::apps {
 namespace {
 
 constexpr const char* kDescription =
-    "Trains a Llama-style decoder on text, sharded over all ranks.\n"
+    "Trains a Llama-style decoder on text, dense or with a mixture of experts, sharded over all ranks.\n"
     "One rank:   hp-train config.toml\n"
-    "Two ranks:  torchrun --standalone --no-python --nproc-per-node 2 hp-train config.toml --train.max_steps=500\n";
+    "Two ranks:  torchrun --standalone --no-python --nproc-per-node 2 hp-train config.toml --train.max_steps=500\n"
+    "Four ranks, pairs of which cut the matrices:  torchrun ... --nproc-per-node 4 hp-train config.toml --parallel.tp=2\n";
 
 std::string joined(const std::vector<std::string>& words) {
   std::string text;

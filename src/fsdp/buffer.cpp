@@ -26,9 +26,8 @@ void MemoryPool::give(Block block) {
 }
 
 std::vector<MemoryPool::Block>::iterator MemoryPool::place_of(std::size_t bytes, Use use) {
-  return std::lower_bound(free_.begin(), free_.end(), std::pair(use, bytes), [](const Block& block, const auto& want) {
-    return std::pair(block.use, block.bytes) < want;
-  });
+  return std::lower_bound(free_.begin(), free_.end(), std::pair(use, bytes),
+                          [](const Block& block, const auto& want) { return std::pair(block.use, block.bytes) < want; });
 }
 
 void MemoryPool::clear() {
@@ -36,8 +35,7 @@ void MemoryPool::clear() {
   free_.clear();
 }
 
-SwappedBuffer::SwappedBuffer(std::int64_t numel, const at::TensorOptions& options, std::string guard_message,
-                             MemoryPool::Use use)
+SwappedBuffer::SwappedBuffer(std::int64_t numel, const at::TensorOptions& options, std::string guard_message, MemoryPool::Use use)
     : message_(std::move(guard_message)), use_(use) {
   bytes_ = flat_bytes(numel, options);
   flat_ = flat_over(at::DataPtr(nullptr, options.device()), numel, options);

@@ -271,7 +271,7 @@ class ParamGroup {
   int replicas_ = 1;
 
   at::Tensor shard_, grad_;
-  at::Tensor spare_grad_;    ///< the one before, which a .grad referred to when local accumulation began
+  at::Tensor spare_grad_;   ///< the one before, which a .grad referred to when local accumulation began
   bool may_alias_ = false;  ///< the guard's strictness, decided once
   bool aliased_ = false;    ///< world 1, same dtype: the gathered storage is the shard itself
   SwappedBuffer full_;

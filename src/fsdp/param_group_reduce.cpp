@@ -24,8 +24,7 @@ ParamGroup::Pack ParamGroup::make_pack(at::ScalarType dtype) const {
   Pack pack;
   pack.buffer = SwappedBuffer(numel, options, "[fully_shard] internal: reduce buffer used after it was freed");
   if (layout_.world() > 1) {
-    pack.receive =
-        SwappedBuffer(numel, options, "[fully_shard] internal: receive buffer used after it was freed", receive_use());
+    pack.receive = SwappedBuffer(numel, options, "[fully_shard] internal: receive buffer used after it was freed", receive_use());
   }
   pack.pieces = pack_pieces(pack.buffer.flat());
   for (const auto& range : layout_.padding()) pack.padding.push_back(pack.buffer.flat().narrow(0, range.offset, range.numel));

@@ -1,5 +1,6 @@
 #include <hyper_parallel/parallel/moe.h>
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 
@@ -30,6 +31,14 @@ void check_options(std::int64_t dim, const MoEOptions& options) {
               " of ", options.n_experts, " experts, want at least 1 and at most all");
   check_value(options.aux_loss_weight >= 0 && options.bias_update_speed >= 0, kOp, "aux_loss_weight ", options.aux_loss_weight,
               ", bias_update_speed ", options.bias_update_speed, ", want 0 or more");
+}
+
+/// Whether ranks of `tp` beside this one are among those of `ep`: then they have other experts.
+bool spans(const DeviceMesh& ep, const DeviceMesh& tp) {
+  if (!ep.defined() || !tp.defined()) return false;
+  const std::vector<int>& ranks = ep.ranks();
+  return std::count_if(ranks.begin(), ranks.end(),
+                       [&](int rank) { return std::find(tp.ranks().begin(), tp.ranks().end(), rank) != tp.ranks().end(); }) > 1;
 }
 
 at::Tensor to_tensor(const Counts& counts) { return at::tensor(counts, at::kLong); }
@@ -133,9 +142,9 @@ GroupedExpertsImpl::GroupedExpertsImpl(std::int64_t size, const MoEOptions& moe_
 ParameterCuts GroupedExpertsImpl::own_cuts() const {
   const auto cut = [this](std::vector<std::int64_t> shape, std::int64_t hidden) {
     std::vector<AxisCut> axes = axis_cut(options.ep_mesh, Shard(0));
-    if (!options.split_tokens) {
-      for (AxisCut& axis : axis_cut(options.tp_mesh, Shard(hidden))) axes.push_back(std::move(axis));
-    }
+    const std::vector<AxisCut> of_tp = options.split_tokens ? axis_cut(options.tp_mesh, Replicate(), /*partial_gradient=*/true)
+                                                            : axis_cut(options.tp_mesh, Shard(hidden));
+    if (!options.split_tokens || !spans(options.ep_mesh, options.tp_mesh)) axes.insert(axes.end(), of_tp.begin(), of_tp.end());
     return ParameterCut{std::move(shape), std::move(axes)};
   };
   const std::int64_t n = options.n_experts, ffn = options.ffn_dim;
@@ -155,7 +164,7 @@ void GroupedExpertsImpl::reset_parameters() {
     // numbers.
     ParameterCut matrix = cuts.at(name);
     matrix.shape.erase(matrix.shape.begin());
-    std::erase_if(matrix.axes, [](const AxisCut& axis) { return axis.placement.is_shard(0); });
+    std::erase_if(matrix.axes, [](const AxisCut& axis) { return !axis.placement.is_shard() || axis.placement.is_shard(0); });
     for (AxisCut& axis : matrix.axes) axis.placement = Shard(axis.placement.dim() - 1);
     at::Tensor unused = at::empty(local_shape(matrix), parameter.options().requires_grad(false));
     for (std::int64_t e = 0; e < options.n_experts; ++e) {

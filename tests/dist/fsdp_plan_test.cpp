@@ -62,7 +62,7 @@ struct Case {
   std::function<void(const Net&, const HSDPModule&)> step = one_backward;
   fsdp::Accumulation accumulation = {};
   bool set_to_none = true;  ///< false: gradients stay, zeroed
-  bool planned = true;      ///< a schedule that plan_memory knows: every unit once, in the order of the modules, then one backward
+  bool planned = true;  ///< a schedule that plan_memory knows: every unit once, in the order of the modules, then one backward
   /// Steps until nothing more is taken. A pool that already holds blocks serves some requests from other blocks than at first.
   int settled = 2;
 };

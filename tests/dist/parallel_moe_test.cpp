@@ -99,7 +99,8 @@ struct Case {
   int world, ep, tp;
   int64_t n_experts, top_k;
   bool sequence;
-  bool split = false;  ///< split_tokens, with the experts shared out over all ranks
+  bool split = false;  ///< split_tokens
+  bool span = true;    ///< then the experts are shared out over all ranks, and not over ep alone
 };
 
 /// Sum of the ranks' gradients of the router, which each has of its own tokens.
@@ -120,7 +121,8 @@ void expect_same_as_one_rank(const Case& c, torch::Dtype dtype, bool checkpointe
     options.tp_mesh = mesh["tp"];
     options.sequence_parallel = c.sequence;
     options.split_tokens = c.split;
-    if (c.split) options.ep_mesh = options.balance_mesh = mesh.flatten("all");
+    if (c.split) options.balance_mesh = mesh.flatten("all");
+    if (c.split && c.span) options.ep_mesh = options.balance_mesh;
     MixtureOfExperts cut(kDim, options);
     seed_parameters(*whole, 3);
     load_whole(cut, parameters_of(*whole));
@@ -184,6 +186,8 @@ TEST(ParallelMoE, TokensSharedOutOverTensorParallelRanks) {
       expect_same_as_one_rank(c, torch::kFloat, true, std::vector<int64_t>(static_cast<std::size_t>(data), 1), 4);
     }
     expect_same_as_one_rank({4, 2, 2, 5, 2, sequence, true}, torch::kFloat, false, {0, 2}, 3);
+    expect_same_as_one_rank({4, 2, 2, 5, 2, sequence, true, /*span=*/false}, torch::kFloat, false, {1, 2}, 3);
+    expect_same_as_one_rank({2, 1, 2, 3, 2, sequence, true, /*span=*/false}, torch::kFloat, false, {2}, 3);
     expect_same_as_one_rank({3, 1, 3, 3, 2, sequence, true}, torch::kFloat, false, {1}, 2);  // a rank without tokens
   }
 }

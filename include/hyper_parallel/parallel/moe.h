@@ -47,8 +47,8 @@ struct MoEOptions {
   DeviceMesh ep_mesh = {};  ///< experts in ceil chunks; its ranks have different tokens. Undefined: this rank has all experts
   DeviceMesh tp_mesh = {};  ///< cuts the hidden features of each expert; its ranks have the same tokens
   /// The ranks of tp_mesh share out the tokens, along sequence_dim, instead of the hidden features: each has whole experts and
-  /// works on its ceil chunk. ep_mesh may then span ranks of tp_mesh, and the gradient of an expert holds each token once, of
-  /// whichever rank. The shared expert is cut as ever.
+  /// works on its ceil chunk. ep_mesh may then span all ranks of tp_mesh, or groups of them; if it spans none, the gradient of an
+  /// expert is partial over tp_mesh (AxisCut::partial_gradient). The shared expert is cut as ever.
   bool split_tokens = false;
   /// The ranks whose tokens are balanced together, one axis (flatten several): usually all that have different tokens. Their
   /// loads are summed. Undefined: this rank's tokens alone. With split_tokens the ranks of tp_mesh count as having different
