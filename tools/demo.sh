@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The main job of `make demo`: two ranks learn the King James Bible byte by byte. Arguments are overrides of configs/demo.toml,
-# e.g. --train.max_seconds=60. BUILD names the build folder, RANKS the number of ranks, RUN the folder of the results.
+# The main job of `make demo`: two ranks learn the King James Bible byte by byte, and four go on from their checkpoint. Arguments are
+# overrides of configs/demo.toml, e.g. --train.max_seconds=60. BUILD names the build folder, RANKS and RESUME_RANKS the numbers of
+# ranks, RUN the folder of the results.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly program=${BUILD:-build}/bin/hp-train config=configs/demo.toml torchrun=.venv/bin/torchrun
-readonly ranks=${RANKS:-2} run=${RUN:-runs/demo}
+readonly ranks=${RANKS:-2} resume_ranks=${RESUME_RANKS:-4} run=${RUN:-runs/demo}
 readonly text=$run/bible.txt
 
 die() {
@@ -27,11 +28,23 @@ fi
 say "text: $text, the King James Bible, $(wc -c <"$text") bytes"
 say "$ranks ranks, one thread each; the settings are in $config"
 
-rm -f "$run/result.txt"
+rm -rf "$run/result.txt" "$run/checkpoints" "$run/resumed"
 export OMP_NUM_THREADS=1
-"$torchrun" --standalone --no-python --nproc-per-node "$ranks" "$program" "$config" \
-  --data.path="$text" --log.dir="$(dirname "$run")" --log.name="$(basename "$run")" "$@" || die "training failed, see the message above"
+train() {
+  "$torchrun" --standalone --no-python --nproc-per-node "$1" "$program" "$config" \
+    --data.path="$text" --log.dir="$(dirname "$run")" --log.name="$(basename "$run")" "${@:2}"
+}
+train "$ranks" "$@" || die "training failed, see the message above"
 [ -s "$run/result.txt" ] || die "training left no $run/result.txt"
+
+# The same run on another number of ranks: a few steps more, into a folder of their own.
+last=$(basename "$(ls -d "$run"/checkpoints/step-* | tail -n 1)")
+last=$((10#${last#step-}))
+printf '\n'
+say "$resume_ranks ranks go on from step $last, which $ranks ranks saved"
+train "$resume_ranks" "$@" --resume --checkpoint.dir="$run/checkpoints" --log.dir="$run" --log.name=resumed --log.every=5 --sample.prompts='[]' \
+  --train.max_seconds=0 --train.max_steps=$((last + 20)) || die "resuming failed, see the message above"
+[ -s "$run/resumed/result.txt" ] || die "resuming left no $run/resumed/result.txt"
 
 cat <<MESSAGE
 
@@ -40,12 +53,14 @@ What you have
   $run/samples.txt    the text above
   $run/metrics.jsonl  every step as a line of JSON
   $run/config.toml    the settings that gave this run
+  $run/checkpoints    model, optimizer and position in the text, for any number of ranks
 
 What to try next
   another text:       make demo DEMO_ARGS="--data.path=/path/to/a/file/or/folder"
   a larger model:     make demo DEMO_ARGS="--model.dim=256 --model.ffn_dim=704 --train.max_seconds=1200"
   bfloat16 compute:   make demo DEMO_ARGS="--precision.param_dtype=bfloat16"
   one rank:           $program $config
+  go on:              $program $config --resume --train.max_seconds=0 --train.max_steps=$((last + 1000))
   all settings:       $program --help
 
 MESSAGE
