@@ -57,7 +57,8 @@ Fit fit(const StateValue& value, const Target& target) {
     return {.way = parts->layout() == target.sharded->layout() ? Fit::Way::kPart : Fit::Way::kRedistribute};
   }
   if (tensor->sizes() == at::IntArrayRef(want)) return {.way = Fit::Way::kWhole};
-  if (target.sharded && tensor->sizes() == target.local.sizes()) return {.way = Fit::Way::kPart};
+  if (target.sharded && (tensor->sizes() == target.local.sizes() || tensor->sizes() == target.sharded->to_local().sizes()))
+    return {.way = Fit::Way::kPart};
   return {.problem = concat("has shape ", tensor->sizes(), ", want ", at::IntArrayRef(want),
                             target.sharded ? concat(" or this rank's part of it, ", target.local.sizes()) : "")};
 }
