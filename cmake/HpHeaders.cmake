@@ -46,7 +46,9 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/linear.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/moe.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/norm.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/parallelize.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/random.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/source.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/plan/sharding_plan.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/plan/source_shard_info.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/state/state_dict.h

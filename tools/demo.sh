@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The main job of `make demo`: two ranks learn the King James Bible byte by byte, and four go on from their checkpoint. Arguments are
-# overrides of configs/demo.toml, e.g. --train.max_seconds=60. BUILD names the build folder, RANKS and RESUME_RANKS the numbers of
-# ranks, RUN the folder of the results.
+# The main job of `make demo`: two ranks learn the King James Bible byte by byte, and four go on from their checkpoint. Arguments
+# are overrides of configs/demo.toml, e.g. --train.max_seconds=60. BUILD names the build folder, RANKS and RESUME_RANKS the numbers
+# of ranks, RUN the folder of the results, DEMO the configuration in configs/ (demo-moe: `make demo-moe`).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-readonly program=${BUILD:-build}/bin/hp-train config=configs/demo.toml torchrun=.venv/bin/torchrun
-readonly ranks=${RANKS:-2} resume_ranks=${RESUME_RANKS:-4} run=${RUN:-runs/demo}
-readonly text=$run/bible.txt
+readonly demo=${DEMO:-demo}
+readonly program=${BUILD:-build}/bin/hp-train config=configs/$demo.toml torchrun=.venv/bin/torchrun
+readonly ranks=${RANKS:-2} run=${RUN:-runs/$demo}
+readonly text=$run/bible.txt resume_ranks=${RESUME_RANKS:-$((ranks == 2 ? 4 : 2))}
 
 die() {
   printf '[demo] error: %s\n' "$*" >&2
@@ -38,12 +39,13 @@ train "$ranks" "$@" || die "training failed, see the message above"
 [ -s "$run/result.txt" ] || die "training left no $run/result.txt"
 
 # The same run on another number of ranks: a few steps more, into a folder of their own.
-last=$(basename "$(ls -d "$run"/checkpoints/step-* | tail -n 1)")
-last=$((10#${last#step-}))
+last=$(find "$run/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1)
+[ -n "$last" ] || die "training left no checkpoint in $run/checkpoints, want --checkpoint.every above 0"
+last=$((10#${last##*/step-}))
 printf '\n'
 say "$resume_ranks ranks go on from step $last, which $ranks ranks saved"
-train "$resume_ranks" "$@" --resume --checkpoint.dir="$run/checkpoints" --log.dir="$run" --log.name=resumed --log.every=5 --sample.prompts='[]' \
-  --train.max_seconds=0 --train.max_steps=$((last + 20)) || die "resuming failed, see the message above"
+train "$resume_ranks" "$@" --resume --checkpoint.dir="$run/checkpoints" --log.dir="$run" --log.name=resumed --log.every=5 \
+  --sample.prompts='[]' --train.max_seconds=0 --train.max_steps=$((last + 20)) || die "resuming failed, see the message above"
 [ -s "$run/resumed/result.txt" ] || die "resuming left no $run/resumed/result.txt"
 
 cat <<MESSAGE
@@ -56,9 +58,9 @@ What you have
   $run/checkpoints    model, optimizer and position in the text, for any number of ranks
 
 What to try next
-  another text:       make demo DEMO_ARGS="--data.path=/path/to/a/file/or/folder"
-  a larger model:     make demo DEMO_ARGS="--model.dim=256 --model.ffn_dim=704 --train.max_seconds=1200"
-  bfloat16 compute:   make demo DEMO_ARGS="--precision.param_dtype=bfloat16"
+  another text:       make $demo DEMO_ARGS="--data.path=/path/to/a/file/or/folder"
+  a larger model:     make $demo DEMO_ARGS="--model.dim=256 --model.ffn_dim=704 --train.max_seconds=1200"
+  bfloat16 compute:   make $demo DEMO_ARGS="--precision.param_dtype=bfloat16"
   one rank:           $program $config
   go on:              $program $config --resume --train.max_seconds=0 --train.max_steps=$((last + 1000))
   all settings:       $program --help

@@ -37,7 +37,9 @@
 #include <hyper_parallel/parallel/linear.h>
 #include <hyper_parallel/parallel/moe.h>
 #include <hyper_parallel/parallel/norm.h>
+#include <hyper_parallel/parallel/parallelize.h>
 #include <hyper_parallel/parallel/random.h>
+#include <hyper_parallel/parallel/source.h>
 #include <hyper_parallel/plan/sharding_plan.h>
 #include <hyper_parallel/plan/source_shard_info.h>
 #include <hyper_parallel/state/state_dict.h>

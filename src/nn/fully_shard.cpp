@@ -13,6 +13,7 @@
 
 #include "fsdp/unit_impl.h"
 #include "nn/access.h"
+#include "nn/shared_parameters.h"
 
 namespace hyper_parallel {
 namespace {
@@ -30,7 +31,8 @@ struct Collected {
 
 class Collector {
  public:
-  explicit Collector(const FullyShardOptions& options) {
+  explicit Collector(const FullyShardOptions& options, const std::vector<at::Tensor>& shared = {}) {
+    for (const at::Tensor& parameter : shared) shared_.insert(parameter.unsafeGetTensorImpl());
     for (const at::Tensor& parameter : options.ignored_params) {
       check_value(parameter.defined(), kOp, "ignored_params has an undefined tensor, want parameters of the module");
       ignored_.insert(parameter.unsafeGetTensorImpl());
@@ -58,7 +60,7 @@ class Collector {
       child->paths[member] = prefix.substr(0, prefix.size() - 1);
     }
     inside_ += inner_unit ? 1 : 0;
-    if (inside_ == 0) take_parameters(module, prefix);
+    take_parameters(module, prefix);
     for (const auto& child : module.named_children()) collect(*child.value(), prefix + child.key() + '.', false);
     inside_ -= inner_unit ? 1 : 0;
   }
@@ -68,6 +70,7 @@ class Collector {
     for (auto& entry : parameters) {
       const at::Tensor& parameter = entry.value();
       if (!parameter.defined() || ignored_.contains(parameter.unsafeGetTensorImpl())) continue;
+      if (inside_ > 0 && !shared_.contains(parameter.unsafeGetTensorImpl())) continue;
       check_value(dynamic_cast<torch::nn::ParameterListImpl*>(&module) == nullptr &&
                       dynamic_cast<torch::nn::ParameterDictImpl*>(&module) == nullptr,
                   kOp, "parameter ", prefix, entry.key(),
@@ -84,6 +87,7 @@ class Collector {
 
   Collected result_;
   std::unordered_set<const void*> ignored_;
+  std::unordered_set<const void*> shared_;  ///< wanted from inside of inner units, too
   std::unordered_set<const Module*> visited_;
   std::unordered_map<const void*, std::size_t> slot_of_;
   int inside_ = 0;
@@ -174,9 +178,10 @@ int HSDPModule::member() const {
   return hooked->member();
 }
 
-std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& modules, const FullyShardOptions& options) {
+std::vector<HSDPModule> nn::fully_shard_with(const std::vector<std::shared_ptr<Module>>& modules,
+                                             const FullyShardOptions& options, const std::vector<at::Tensor>& shared) {
   const std::vector<std::shared_ptr<Module>> roots = outermost(modules);
-  Collector collector(options);
+  Collector collector(options, shared);
   std::vector<nn::HookedBase*> hooks;
   for (std::size_t i = 0; i < roots.size(); ++i) {
     hooks.push_back(&hooks_of(*roots[i]));
@@ -196,6 +201,10 @@ std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& 
   handles.reserve(modules.size());
   for (const auto& module : modules) handles.emplace_back(module, unit);
   return handles;
+}
+
+std::vector<HSDPModule> fully_shard(const std::vector<std::shared_ptr<Module>>& modules, const FullyShardOptions& options) {
+  return nn::fully_shard_with(modules, options, {});
 }
 
 std::vector<std::pair<std::string, at::Tensor>> managed_parameters(const std::vector<std::shared_ptr<Module>>& modules,

@@ -2,6 +2,7 @@
 
 #include <numeric>
 #include <tuple>
+#include <unordered_map>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -121,14 +122,21 @@ void load_whole(torch::nn::Module& root, const std::map<std::string, at::Tensor>
   constexpr const char* kOp = "load_whole";
   const ParameterCuts cuts = parameter_cuts(root);
   const at::NoGradGuard no_grad;
+  const auto parameters = root.named_parameters();
+  // A layer may know a tied parameter by another name.
+  std::unordered_map<const void*, const ParameterCut*> cut_of;
+  for (const auto& item : parameters) {
+    if (const auto cut = cuts.find(item.key()); cut != cuts.end())
+      cut_of.emplace(item.value().unsafeGetTensorImpl(), &cut->second);
+  }
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  for (const auto& item : root.named_parameters()) {
+  for (const auto& item : parameters) {
     const at::Tensor* value = find(values, item.key());
     check_value(value != nullptr && value->defined(), kOp, "no value for parameter ", item.key());
-    const auto cut = cuts.find(item.key());
-    const at::IntArrayRef want = cut == cuts.end() ? item.value().sizes() : at::IntArrayRef(cut->second.shape);
+    const auto cut = cut_of.find(item.value().unsafeGetTensorImpl());
+    const at::IntArrayRef want = cut == cut_of.end() ? item.value().sizes() : at::IntArrayRef(cut->second->shape);
     check_value(value->sizes() == want, kOp, "value for ", item.key(), " has shape ", value->sizes(), ", want ", want);
-    copies.emplace_back(item.value(), cut == cuts.end() ? *value : local_part(cut->second, *value));
+    copies.emplace_back(item.value(), cut == cut_of.end() ? *value : local_part(*cut->second, *value));
   }
   for (auto& [parameter, value] : copies) parameter.copy_(value);
 }

@@ -5,35 +5,13 @@
 #include <hyper_parallel/dtensor/layout.h>
 
 #include "plan/resolve.h"
+#include "plan/table.h"
 
 namespace hyper_parallel {
 namespace {
 
-using Row = std::vector<std::string>;
-
-std::string text_of(const std::vector<std::int64_t>& shape) {
-  std::string text;
-  for (const std::int64_t size : shape) text += concat(text.empty() ? "" : ", ", size);
-  return concat('[', text, ']');
-}
-
-/// Columns as wide as their widest entry, no spaces at the end of lines.
-std::string table(const std::vector<Row>& rows) {
-  std::vector<std::size_t> widths;
-  for (const Row& row : rows) {
-    widths.resize(std::max(widths.size(), row.size()));
-    for (std::size_t column = 0; column < row.size(); ++column) widths[column] = std::max(widths[column], row[column].size());
-  }
-  std::string text;
-  for (const Row& row : rows) {
-    std::string line;
-    for (std::size_t column = 0; column < row.size(); ++column)
-      line += row[column] + std::string(widths[column] + 2 - row[column].size(), ' ');
-    line.erase(line.find_last_not_of(' ') + 1);
-    text += line + '\n';
-  }
-  return text;
-}
+using plan::Row;
+using plan::text_of;
 
 std::string placement_text(const SourceShardMetaInfo& info, std::size_t axis) {
   const Placement& placement = info.placements[axis];
@@ -99,7 +77,7 @@ std::string ShardingPlan::explain(const std::vector<ParameterDescription>& param
     row.insert(row.end(), {part_text(parameter, info->second), expert ? "expert" : "dense"});
     rows.push_back(std::move(row));
   }
-  std::string text = table(rows);
+  std::string text = plan::table(rows);
   for (const auto& [a, b] : tied_pairs) text += concat("tied: ", a, " = ", b, '\n');
   return text;
 }

@@ -303,6 +303,34 @@ TEST(Experts, OnTheirOwnMesh) {
   }
 }
 
+/// The same in one call, in both conventions: their boundaries over ep are adjoint ones, and its ranks have losses of their own.
+TEST(Experts, Parallelized) {
+  for (const auto gradients : {BoundaryGradients::kOneLoss, BoundaryGradients::kSumOfLosses}) {
+    for (const auto layout : kLayouts) {
+      run_ranks(4, [&] {
+        const PlanMeshes meshes{.dense = init_device_mesh("cpu", {4}, {"fsdp_shard"}),
+                                .expert = init_device_mesh("cpu", {2, 2}, {"edp_shard", "ep"})};
+        const auto make = [] {
+          Moe model;
+          seed_parameters(*model, 5);
+          return model;
+        };
+        Moe model = make(), plain = make();
+        ShardingPlan plan;
+        // The scale is planned as a copy, which speaks of the dense mesh; in the experts' unit it is one along ep.
+        plan.module("experts", {.params = {{"w", {{"ep", Shard(0)}}}, {"scale", {}}}, .ep_size = 2});
+        const ParallelModel made =
+            parallelize(model, plan, meshes, {.fully_shard = {.shard_layout = layout}, .gradients = gradients});
+        ASSERT_EQ(made.units.size(), 2U);
+        EXPECT_EQ(made.units[0].name, "experts");
+        EXPECT_EQ(made.units[0].gradient_factor, gradients == BoundaryGradients::kOneLoss ? 0.5 : 0.25);
+        const auto loss = [](Moe& net, int part) { return net(wave({5, kWidth}, part)).square().mean(); };
+        expect_same_gradients(model, made.root, plain, loss, "experts");
+      });
+    }
+  }
+}
+
 TEST(Experts, BelongToNoDenseUnit) {
   run_ranks(4, [] {
     const PlanMeshes meshes{.dense = init_device_mesh("cpu", {2, 2}, {"fsdp_shard", "tp"}),

@@ -99,6 +99,7 @@ struct Case {
   int world, ep, tp;
   int64_t n_experts, top_k;
   bool sequence;
+  bool split = false;  ///< split_tokens, with the experts shared out over all ranks
 };
 
 /// Sum of the ranks' gradients of the router, which each has of its own tokens.
@@ -111,13 +112,15 @@ void expect_same_as_one_rank(const Case& c, torch::Dtype dtype, bool checkpointe
   run_ranks(c.world, [&](int) {
     const DeviceMesh mesh = init_device_mesh("cpu", {c.ep, c.tp}, {"ep", "tp"});
     const std::string what = concat("ep=", c.ep, " tp=", c.tp, " experts=", c.n_experts, " k=", c.top_k, " seq=", c.sequence,
-                                    " tokens ", tokens_of_ranks, ' ', dtype);
+                                    " split=", c.split, " tokens ", tokens_of_ranks, ' ', dtype);
     MoEOptions options = options_of(c.n_experts, c.top_k);
     options.shared_ffn_dim = 7;
     MixtureOfExperts whole(kDim, options);
     options.ep_mesh = options.balance_mesh = mesh["ep"];
     options.tp_mesh = mesh["tp"];
     options.sequence_parallel = c.sequence;
+    options.split_tokens = c.split;
+    if (c.split) options.ep_mesh = options.balance_mesh = mesh.flatten("all");
     MixtureOfExperts cut(kDim, options);
     seed_parameters(*whole, 3);
     load_whole(cut, parameters_of(*whole));
@@ -169,6 +172,42 @@ TEST(ParallelMoE, EqualsOneRank) {
     }
     expect_same_as_one_rank(c, torch::kFloat, true, std::vector<int64_t>(static_cast<std::size_t>(c.ep), 1), 4);
   }
+}
+
+/// Groups of ep that span ranks of tp, which share out the tokens.
+TEST(ParallelMoE, TokensSharedOutOverTensorParallelRanks) {
+  for (const bool sequence : {false, true}) {
+    for (const auto& [data, tp, experts] : {std::tuple{1, 2, 4}, {1, 3, 5}, {2, 2, 5}, {2, 1, 3}}) {
+      const Case c{data * tp, data, tp, experts, 2, sequence, /*split=*/true};
+      for (const auto dtype : {torch::kFloat, torch::kBFloat16})
+        expect_same_as_one_rank(c, dtype, false, std::vector<int64_t>(static_cast<std::size_t>(data), 2), 5);
+      expect_same_as_one_rank(c, torch::kFloat, true, std::vector<int64_t>(static_cast<std::size_t>(data), 1), 4);
+    }
+    expect_same_as_one_rank({4, 2, 2, 5, 2, sequence, true}, torch::kFloat, false, {0, 2}, 3);
+    expect_same_as_one_rank({3, 1, 3, 3, 2, sequence, true}, torch::kFloat, false, {1}, 2);  // a rank without tokens
+  }
+}
+
+TEST(ParallelMoE, TokensSharedOutSendEachRowOnce) {
+  run_ranks(2, [](int rank) {
+    const DeviceMesh mesh = init_device_mesh("cpu", {2}, {"tp"});
+    MoEOptions options{.n_experts = 4, .top_k = 1, .ffn_dim = 5};
+    options.ep_mesh = options.tp_mesh = mesh;
+    options.split_tokens = true;
+    MixtureOfExperts moe(kDim, options);
+    EXPECT_EQ(moe->experts->gate_proj.sizes(), (std::vector<int64_t>{2, 5, kDim}));
+    {
+      torch::NoGradGuard no_grad;
+      moe->router->weight.zero_();
+      moe->router->weight[3].fill_(1);
+    }
+    const Comm comm = mesh.get_group();
+    comm.reset_counters();
+    (void)moe(torch::ones({2, 6, kDim}));
+    // Counts of 2 experts; 2 x 3 rows of rank 0 to rank 1 and back; and the gathered result.
+    const int64_t row = kDim * 4;
+    EXPECT_EQ(comm.counters().bytes_sent, 2 * 8 + 6 * row + 6 * row) << rank;
+  });
 }
 
 TEST(ParallelMoE, RanksWithoutTokens) {
@@ -407,6 +446,16 @@ TEST(ParallelMoE, Errors) {
   EXPECT_THAT(error([](MoEOptions& o) { o.top_k = 0; }), HasSubstr("top_k 0 of 4 experts"));
   EXPECT_THAT(error([](MoEOptions& o) { o.ffn_dim = 0; }), HasSubstr("ffn_dim 0"));
   EXPECT_THAT(error([](MoEOptions& o) { o.aux_loss_weight = -1; }), HasSubstr("aux_loss_weight -1"));
+  run_ranks(2, [&] {
+    MoEOptions options = options_of(4, 2);
+    options.tp_mesh = init_device_mesh("cpu", {2}, {"tp"});
+    options.split_tokens = true;
+    MixtureOfExperts shared(kDim, options);
+    EXPECT_THAT(value_error([&] {
+                  return shared(wave({2, kDim}, 1)).output;
+                }),
+                HasSubstr("x has shape [2, 6], want tokens along sequence_dim 1 to share out"));
+  });
   MixtureOfExperts moe(kDim, options_of(4, 2));
   EXPECT_THAT(value_error([&] { return moe(wave({2, 5}, 1)).output; }), HasSubstr("x has shape [2, 5], want (..., 6)"));
   const Tensor x = wave({3, 2}, 1), weight = wave({2, 4, 2}, 1);
