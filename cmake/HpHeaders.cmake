@@ -37,6 +37,7 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/lr_schedule.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/muon.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/sgd.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/optim/stateful_optimizer.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/attention.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/context.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/cut.h
@@ -49,4 +50,6 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/random.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/parallel/source.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/plan/sharding_plan.h
-  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/plan/source_shard_info.h)
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/plan/source_shard_info.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/state/state_dict.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/state/torch_optimizer.h)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The main job of `make demo`: two ranks learn the King James Bible byte by byte. Arguments are overrides of configs/demo.toml,
-# e.g. --train.max_seconds=60. BUILD names the build folder, RANKS the number of ranks, RUN the folder of the results, DEMO the
-# configuration in configs/ (demo-moe: `make demo-moe`).
+# The main job of `make demo`: two ranks learn the King James Bible byte by byte, and four go on from their checkpoint. Arguments
+# are overrides of configs/demo.toml, e.g. --train.max_seconds=60. BUILD names the build folder, RANKS and RESUME_RANKS the numbers
+# of ranks, RUN the folder of the results, DEMO the configuration in configs/ (demo-moe: `make demo-moe`).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly demo=${DEMO:-demo}
 readonly program=${BUILD:-build}/bin/hp-train config=configs/$demo.toml torchrun=.venv/bin/torchrun
 readonly ranks=${RANKS:-2} run=${RUN:-runs/$demo}
-readonly text=$run/bible.txt
+readonly text=$run/bible.txt resume_ranks=${RESUME_RANKS:-$((ranks == 2 ? 4 : 2))}
 
 die() {
   printf '[demo] error: %s\n' "$*" >&2
@@ -29,11 +29,24 @@ fi
 say "text: $text, the King James Bible, $(wc -c <"$text") bytes"
 say "$ranks ranks, one thread each; the settings are in $config"
 
-rm -f "$run/result.txt"
+rm -rf "$run/result.txt" "$run/checkpoints" "$run/resumed"
 export OMP_NUM_THREADS=1
-"$torchrun" --standalone --no-python --nproc-per-node "$ranks" "$program" "$config" \
-  --data.path="$text" --log.dir="$(dirname "$run")" --log.name="$(basename "$run")" "$@" || die "training failed, see the message above"
+train() {
+  "$torchrun" --standalone --no-python --nproc-per-node "$1" "$program" "$config" \
+    --data.path="$text" --log.dir="$(dirname "$run")" --log.name="$(basename "$run")" "${@:2}"
+}
+train "$ranks" "$@" || die "training failed, see the message above"
 [ -s "$run/result.txt" ] || die "training left no $run/result.txt"
+
+# The same run on another number of ranks: a few steps more, into a folder of their own.
+last=$(find "$run/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1)
+[ -n "$last" ] || die "training left no checkpoint in $run/checkpoints, want --checkpoint.every above 0"
+last=$((10#${last##*/step-}))
+printf '\n'
+say "$resume_ranks ranks go on from step $last, which $ranks ranks saved"
+train "$resume_ranks" "$@" --resume --checkpoint.dir="$run/checkpoints" --log.dir="$run" --log.name=resumed --log.every=5 \
+  --sample.prompts='[]' --train.max_seconds=0 --train.max_steps=$((last + 20)) || die "resuming failed, see the message above"
+[ -s "$run/resumed/result.txt" ] || die "resuming left no $run/resumed/result.txt"
 
 cat <<MESSAGE
 
@@ -42,12 +55,14 @@ What you have
   $run/samples.txt    the text above
   $run/metrics.jsonl  every step as a line of JSON
   $run/config.toml    the settings that gave this run
+  $run/checkpoints    model, optimizer and position in the text, for any number of ranks
 
 What to try next
   another text:       make $demo DEMO_ARGS="--data.path=/path/to/a/file/or/folder"
   a larger model:     make $demo DEMO_ARGS="--model.dim=256 --model.ffn_dim=704 --train.max_seconds=1200"
   bfloat16 compute:   make $demo DEMO_ARGS="--precision.param_dtype=bfloat16"
   one rank:           $program $config
+  go on:              $program $config --resume --train.max_seconds=0 --train.max_steps=$((last + 1000))
   all settings:       $program --help
 
 MESSAGE

@@ -26,6 +26,7 @@ CommandLine parse_command_line(int argc, const char* const* argv) {
   CLI::App app(kDescription, "hp-train");
   app.add_option("config", file, "TOML file; every value of it can be overridden below");
   app.add_flag("--print-config", line.print_config, "print the effective configuration as TOML and leave");
+  app.add_flag("--resume", line.resume, "go on from the last checkpoint of the run, if there is one, on any number of ranks");
   app.add_flag("--version", version, "print the version and leave");
   const std::vector<train::FieldInfo> fields = train::describe({});
   std::vector<std::string> values(fields.size());

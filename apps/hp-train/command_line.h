@@ -13,6 +13,7 @@ struct CommandLine {
   std::filesystem::path config_file;  ///< empty: defaults only
   std::vector<train::Override> overrides;
   bool print_config = false;
+  bool resume = false;              ///< go on from the last checkpoint
   std::optional<std::string> text;  ///< print this and leave: help or version
 };
 

@@ -21,6 +21,12 @@ int environment_rank() {
   return text == nullptr ? 0 : std::atoi(text);
 }
 
+// torchrun has started the ranks again after one of them failed.
+bool restarted() {
+  const char* text = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  return text != nullptr && std::atoi(text) > 0;
+}
+
 // The first line only: errors from torch carry a stack trace behind it.
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
@@ -53,8 +59,12 @@ void run(const hp::apps::CommandLine& line) {
   hp::train::agree_on(world.comm(), [&] {
     if (!config) throw hp::ValueError(mistake);
   });
-  const hp::train::TrainResult result = hp::train::run_training(*config, world);
-  if (world.rank() == 0) std::printf("RESULT %s\n", to_string(result).c_str());
+  const hp::train::TrainResult result = hp::train::run_training(*config, world, {.resume = line.resume || restarted()});
+  if (world.rank() == 0 && result.stopped) {
+    std::printf("STOPPED step=%lld checkpoint=%s\n", static_cast<long long>(result.steps), result.checkpoint.c_str());
+  } else if (world.rank() == 0) {
+    std::printf("RESULT %s\n", to_string(result).c_str());
+  }
   hp::destroy_process_group();
 }
 

@@ -28,6 +28,7 @@
 #include <hyper_parallel/optim/lr_schedule.h>
 #include <hyper_parallel/optim/muon.h>
 #include <hyper_parallel/optim/sgd.h>
+#include <hyper_parallel/optim/stateful_optimizer.h>
 #include <hyper_parallel/parallel/attention.h>
 #include <hyper_parallel/parallel/context.h>
 #include <hyper_parallel/parallel/cut.h>
@@ -41,3 +42,5 @@
 #include <hyper_parallel/parallel/source.h>
 #include <hyper_parallel/plan/sharding_plan.h>
 #include <hyper_parallel/plan/source_shard_info.h>
+#include <hyper_parallel/state/state_dict.h>
+#include <hyper_parallel/state/torch_optimizer.h>

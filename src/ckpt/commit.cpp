@@ -35,7 +35,7 @@ void begin_commit(const std::filesystem::path& target, bool overwrite) {
   check_value(!there || std::filesystem::exists(target / kInfoFile, ignored), "ckpt.save", target.string(),
               " holds something else than a checkpoint, which is not overwritten");
   make_folders(target.parent_path());
-  remove_tree(partial_path(target));
+  if (std::filesystem::exists(partial_path(target), ignored)) remove_tree(partial_path(target));
   make_folder(partial_path(target));
 }
 

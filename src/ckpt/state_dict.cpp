@@ -16,7 +16,7 @@
 namespace hyper_parallel::ckpt {
 namespace {
 
-using State = optim::FlatOptimizer::State;
+using State = optim::ParameterState;
 
 constexpr std::string_view kOp = "StateDict::add";
 
@@ -34,12 +34,6 @@ StateDict::Entry entry_of(const std::string& name, const at::Tensor& tensor) {
   return {name, tensor.detach(), tensor.sizes().vec(), std::move(boxes), "whole"};
 }
 
-std::map<std::string, DTensor> parameters_of(const fsdp::UnitHandle& root) {
-  std::map<std::string, DTensor> result;
-  for (auto& [name, parameter] : root.named_dtensors()) result.emplace(name, parameter);
-  return result;
-}
-
 /// The state tensor as it lies on the ranks: like its parameter.
 DTensor like(const DTensor& parameter, const at::Tensor& local) {
   return DTensor::from_local(local.view(parameter.to_local().sizes()), parameter.device_mesh(), parameter.layout(),
@@ -47,6 +41,9 @@ DTensor like(const DTensor& parameter, const at::Tensor& local) {
 }
 
 /// Zeros that take no memory.
+at::Tensor zeros_of(const std::vector<std::int64_t>& shape) {
+  return at::zeros({1}).expand({whole_box(shape).numel()}).view(shape);
+}
 at::Tensor zeros_like(const at::Tensor& tensor) {
   return at::zeros({1}, tensor.options().device(at::kCPU)).expand({tensor.numel()}).view(tensor.sizes());
 }
@@ -77,20 +74,27 @@ void StateDict::add_model(const fsdp::UnitHandle& root, const std::string& prefi
   models_.emplace_back(root, prefix);
 }
 
-void StateDict::add_optimizer(const optim::FlatOptimizer& optimizer, const std::string& prefix) {
-  const std::map<std::string, DTensor> parameters = parameters_of(optimizer.root());
+void StateDict::add_optimizer(const optim::StatefulOptimizer& optimizer, const std::string& prefix) {
+  const std::map<std::string, DTensor> parameters = optimizer.sharded_parameters();
   for (const State& state : optimizer.state()) {
-    const DTensor& parameter = parameters.at(state.name);
+    const auto parameter = parameters.find(state.name);
     add(concat(prefix, state.name, ".step"), at::scalar_tensor(state.step, at::kLong));
-    for (const auto& [name, tensor] : state.tensors) add(concat(prefix, state.name, '.', name), like(parameter, tensor));
+    for (const auto& [slot, tensor] : state.tensors) {
+      const std::string name = concat(prefix, state.name, '.', slot);
+      if (parameter != parameters.end()) {
+        add(name, like(parameter->second, tensor));
+      } else {
+        add(name, tensor);
+      }
+    }
   }
 }
 
-void StateDict::add_optimizer(optim::FlatOptimizer& optimizer, const CheckpointInfo& saved, const std::string& prefix) {
-  const std::map<std::string, DTensor> parameters = parameters_of(optimizer.root());
+void StateDict::add_optimizer(optim::StatefulOptimizer& optimizer, const CheckpointInfo& saved, const std::string& prefix) {
+  const std::map<std::string, DTensor> parameters = optimizer.sharded_parameters();
   Optimizer added{&optimizer, prefix, {}};
   for (const State& state : optimizer.state()) {
-    const DTensor& parameter = parameters.at(state.name);
+    const auto parameter = parameters.find(state.name);
     const std::string begin = concat(prefix, state.name, '.');
     added.steps.push_back(at::scalar_tensor(state.step, at::kLong));
     add(begin + "step", added.steps.back());
@@ -101,9 +105,16 @@ void StateDict::add_optimizer(optim::FlatOptimizer& optimizer, const CheckpointI
       if (slot != "step" && slot.find('.') == std::string::npos) slots.insert(slot);
     }
     if (slots.empty()) continue;  // it had no step yet
+    const std::vector<std::int64_t> shape = saved.tensors.at(begin + *slots.begin()).shape;
     for (const auto& [slot, tensor] : state.tensors) slots.insert(slot);
     for (const std::string& slot : slots) {
-      Entry entry = entry_of(begin + slot, parameter);
+      Entry entry;
+      if (parameter != parameters.end()) {
+        entry = entry_of(begin + slot, parameter->second);
+      } else {
+        entry = {begin + slot, {}, shape, {}, "whole"};
+        if (const Box all = whole_box(entry.shape); all.numel() > 0) entry.boxes.push_back(all);
+      }
       entry.local = at::Tensor();  // prepare() gives it
       add_entry(std::move(entry));
     }
@@ -121,14 +132,16 @@ void StateDict::prepare() {
   for (const Optimizer& added : optimizers_) {
     // An optimizer makes its state when it is given some: zeros that take no memory, since it copies them.
     std::vector<State> states = added.optimizer->state();
-    const std::map<std::string, DTensor> parameters = parameters_of(added.optimizer->root());
+    const std::map<std::string, DTensor> parameters = added.optimizer->sharded_parameters();
     for (State& state : states) {
       const std::string begin = concat(added.prefix, state.name, '.');
       if (!state.tensors.empty()) continue;
       for (auto found = entries_.lower_bound(begin); found != entries_.end() && found->first.starts_with(begin); ++found) {
         const std::string slot = found->first.substr(begin.size());
         if (slot == "step" || slot.find('.') != std::string::npos) continue;
-        state.tensors.emplace_back(slot, zeros_like(parameters.at(state.name).to_local()));
+        const auto parameter = parameters.find(state.name);
+        state.tensors.emplace_back(
+            slot, parameter != parameters.end() ? zeros_like(parameter->second.to_local()) : zeros_of(found->second.shape));
         state.step = 1;  // state() does not show tensors before the first step; finish() sets the real number
       }
     }

@@ -7,9 +7,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <hyper_parallel/core/trace.h>
+#include <hyper_parallel/dtensor/dtensor.h>
 
 #include "optim/flat_update.h"
 
@@ -213,7 +215,7 @@ void FlatOptimizer::set_lrs(const std::vector<double>& lrs) {
 
 void FlatOptimizer::set_lr(double lr) { set_lrs(std::vector<double>(num_groups(), lr)); }
 
-const at::Tensor& FlatOptimizer::State::at(std::string_view tensor) const {
+const at::Tensor& ParameterState::at(std::string_view tensor) const {
   const auto found = std::find_if(tensors.begin(), tensors.end(), [&](const auto& entry) { return entry.first == tensor; });
   check_value(found != tensors.end(), "state", name, " has no ", tensor, ", want a tensor that its optimizer keeps");
   return found->second;
@@ -229,12 +231,49 @@ std::vector<FlatOptimizer::State> FlatOptimizer::state() const {
       const auto& parameter = all[g].parameters[i];
       State& state = states.emplace_back(State{.name = parameter.name, .step = group.parameters[i].step});
       if (state.step == 0) continue;
-      for (std::size_t slot = 0; slot < group.slots.size(); ++slot)
-        state.tensors.emplace_back(setup_.slots[slot], part(group.slots[slot], group.parameters[i].offset, parameter));
-      if (group.master.defined()) state.tensors.emplace_back(kMaster, part(group.master, group.parameters[i].offset, parameter));
+      const auto add = [&](std::string_view slot, const at::Tensor& flat, c10::ScalarType dtype) {
+        // A rank without elements of the whole flat group never made it; all ranks list the same tensors.
+        if (!flat.defined() && parameter.numel > 0) return;
+        state.tensors.emplace_back(
+            slot, flat.defined() ? part(flat, group.parameters[i].offset, parameter) : at::empty_like(parameter.sharded, dtype));
+      };
+      for (std::size_t slot = 0; slot < setup_.slots.size(); ++slot)
+        add(setup_.slots[slot], slot < group.slots.size() ? group.slots[slot] : at::Tensor(), state_dtype(group));
+      if (has_master(group)) add(kMaster, group.master, c10::ScalarType::Float);
     }
   }
   return states;
+}
+
+std::vector<ParamGroupState> FlatOptimizer::param_groups() const {
+  std::vector<ParamGroupState> result(settings_.size());
+  for (std::size_t i = 0; i < settings_.size(); ++i) result[i].settings = {{"lr", {settings_[i].lr}}};
+  const std::vector<fsdp::ShardedGroup> all = shards();
+  for (std::size_t g = 0; g < all.size(); ++g) {
+    for (std::size_t i = 0; i < all[g].parameters.size(); ++i) {
+      const int group = groups_[g].parameters[i].group;
+      if (group >= 0) result[static_cast<std::size_t>(group)].params.push_back(all[g].parameters[i].name);
+    }
+  }
+  return result;
+}
+
+void FlatOptimizer::load_param_groups(const std::vector<ParamGroupState>& groups) {
+  std::vector<double> rates = lrs();
+  check_value(groups.size() == rates.size(), op(), groups.size(), " parameter groups, want ", rates.size());
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    const auto lr = groups[i].settings.find("lr");
+    if (lr == groups[i].settings.end()) continue;
+    check_value(lr->second.size() == 1, op(), "lr has ", lr->second.size(), " values, want one");
+    rates[i] = lr->second[0];
+  }
+  set_lrs(rates);
+}
+
+std::map<std::string, DTensor> FlatOptimizer::sharded_parameters() const {
+  std::map<std::string, DTensor> result;
+  for (auto& [name, parameter] : root_.named_dtensors()) result.emplace(name, parameter);
+  return result;
 }
 
 template <class F>
@@ -268,7 +307,7 @@ void FlatOptimizer::check_state(const std::vector<State>& states) {
 }
 
 void FlatOptimizer::load_state(const std::vector<State>& states) {
-  check_state(states);
+  FlatOptimizer::check_state(states);
   at::NoGradGuard no_grad;
   std::map<std::string, const State*> given;
   for (const State& state : states) given.emplace(state.name, &state);

@@ -177,14 +177,31 @@ std::vector<FlatOptimizer::State> Muon::state() const {
   return states;
 }
 
-void Muon::load_state(const std::vector<State>& states) {
+std::pair<std::vector<Muon::State>, std::vector<Muon::State>> Muon::divided(const std::vector<State>& states) const {
   std::set<std::string> names;
   for (const State& state : FlatOptimizer::state()) names.insert(state.name);
-  std::vector<State> matrices, others;
-  for (const State& state : states) (names.contains(state.name) ? matrices : others).push_back(state);
+  std::pair<std::vector<State>, std::vector<State>> result;
+  for (const State& state : states) (names.contains(state.name) ? result.first : result.second).push_back(state);
+  return result;
+}
+
+void Muon::check_state(const std::vector<State>& states) {
+  const auto [matrices, others] = divided(states);
+  FlatOptimizer::check_state(matrices);
   adamw_.check_state(others);
+}
+
+void Muon::load_state(const std::vector<State>& states) {
+  check_state(states);
+  const auto [matrices, others] = divided(states);
   FlatOptimizer::load_state(matrices);
   adamw_.load_state(others);
+}
+
+std::vector<ParamGroupState> Muon::param_groups() const {
+  std::vector<ParamGroupState> groups = FlatOptimizer::param_groups();
+  for (ParamGroupState& group : adamw_.param_groups()) groups.push_back(std::move(group));
+  return groups;
 }
 
 std::int64_t Muon::state_bytes() const {

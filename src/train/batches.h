@@ -27,6 +27,8 @@ class Batches {
   Batches(const Config& config, const BatchPlan& plan, int rank);
 
   [[nodiscard]] Batch next();
+  /// Goes on behind the first `position` windows of the order.
+  void seek(std::int64_t position) { sampler_.seek(position); }
   [[nodiscard]] const WindowSampler& sampler() const { return sampler_; }
   [[nodiscard]] const Corpus& corpus() const { return corpus_; }
   [[nodiscard]] const Splits& splits() const { return splits_; }

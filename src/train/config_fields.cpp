@@ -130,6 +130,14 @@ void add_parallel_and_precision(std::vector<Field>& fields, ParallelConfig& p, P
                     "first loss scale, adapted to overflows later (0: 65536 with float16, none without)", real(0, 1e30)});
 }
 
+void add_checkpoint(std::vector<Field>& fields, CheckpointConfig& c) {
+  fields.push_back(
+      {"checkpoint", "every", &c.every, "steps between saves, and one at the end (0: only on SIGTERM)", at_least(0)});
+  fields.push_back({"checkpoint", "keep_last", &c.keep_last, "so many saves remain (0: all)", at_least(0)});
+  fields.push_back({"checkpoint", "async", &c.async, "write in the background, while training goes on"});
+  fields.push_back({"checkpoint", "dir", &c.dir, "where saves are kept (empty: checkpoints in the folder of the run)"});
+}
+
 void add_output(std::vector<Field>& fields, LogConfig& l, SampleConfig& s) {
   fields.push_back({"log", "dir", &l.dir, "where runs are kept", {.not_empty = true}});
   fields.push_back({"log", "name", &l.name, "name of this run: a folder in log.dir", {.not_empty = true}});
@@ -174,6 +182,7 @@ std::vector<Field> fields_of(Config& config) {
   add_data_and_train(fields, config.data, config.train);
   add_optim(fields, config.optim);
   add_parallel_and_precision(fields, config.parallel, config.precision);
+  add_checkpoint(fields, config.checkpoint);
   add_output(fields, config.log, config.sample);
   return fields;
 }

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <limits>
 
 #include <nlohmann/json.hpp>
 
@@ -18,6 +19,42 @@ nlohmann::ordered_json number(double value) {
 }  // namespace
 
 MetricsFile::MetricsFile(const std::filesystem::path& file) : path_(file), out_(file, std::ios::trunc) {
+  if (!out_) throw Error(concat("[log] cannot write ", file.string()));
+}
+
+MetricsFile::MetricsFile(const std::filesystem::path& file, std::int64_t last, RunHistory& history) {
+  const auto real = [](const nlohmann::json& json, const char* key) {
+    const auto found = json.find(key);
+    return found != json.end() && found->is_number() ? found->get<double>() : std::numeric_limits<double>::quiet_NaN();
+  };
+  std::string kept;
+  std::ifstream in(file);
+  for (std::string text; std::getline(in, text);) {
+    const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+    if (!json.is_object() || !json.contains("step") || !json["step"].is_number_integer()) continue;
+    const auto step = json["step"].get<std::int64_t>();
+    if (step > last) continue;
+    kept += text + '\n';
+    if (json.contains("val_loss")) {
+      history.validations.emplace_back(step, real(json, "val_loss"));
+      continue;
+    }
+    history.steps.push_back({.step = step,
+                             .tokens = json.value("tokens", std::int64_t{0}),
+                             .epoch = real(json, "epoch"),
+                             .loss = real(json, "loss"),
+                             .grad_norm = real(json, "grad_norm"),
+                             .loss_scale = real(json, "loss_scale"),
+                             .lr = real(json, "lr"),
+                             .tokens_per_s = real(json, "tokens_per_s"),
+                             .step_ms = real(json, "step_ms"),
+                             .memory = json.value("memory", std::int64_t{0}),
+                             .elapsed_s = real(json, "elapsed_s"),
+                             .eta_s = real(json, "eta_s")});
+  }
+  in.close();
+  *this = MetricsFile(file);
+  out_ << kept << std::flush;
   if (!out_) throw Error(concat("[log] cannot write ", file.string()));
 }
 

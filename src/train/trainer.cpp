@@ -23,6 +23,8 @@
 #include "train/batches.h"
 #include "train/dtypes.h"
 #include "train/meshes.h"
+#include "train/resume.h"
+#include "train/stop_signal.h"
 #include "train/trace_window.h"
 #include "train/updater.h"
 
@@ -75,6 +77,7 @@ struct Shared {
   double aux = 0;      // likewise
   double seconds = 0;  // since the start of the loop, by rank 0's clock
   double memory = 0;   // largest
+  bool stop = false;   // some rank got SIGTERM
 };
 
 // Losses of one step on this rank: the mean over the ranks is that of all tokens.
@@ -123,8 +126,9 @@ std::string transports(const HSDPModule& root, bool maps) {
 
 class Trainer {
  public:
-  Trainer(const Config& config, const World& world)
+  Trainer(const Config& config, const World& world, const RunOptions& options)
       : config_(config),
+        options_(options),
         world_(world),
         comm_(world.comm()),
         schedule_{.lr = config.optim.lr,
@@ -145,11 +149,15 @@ class Trainer {
     agree_on(comm_, [&] { batches_.emplace(config_, plan_, meshes_.data_rank); });
     on_all_ranks_alike(
         [&] { comm_.check_same("data", {concat("bytes of the text: ", batches_->corpus().size())}, {.label = "hp-train"}); });
-    agree_on(comm_, [&] { open_files(); });
+    result_.dir = fs::path(config_.log.dir) / config_.log.name;
+    checkpoints_.emplace(config_, world_, result_.dir);
+    const auto saved = options_.resume ? checkpoints_->latest() : std::nullopt;
     on_all_ranks_alike([&] {
       trace_ = TraceWindow(config_, result_.dir, world_.size());
       build();
     });
+    if (saved) restore(*saved);
+    agree_on(comm_, [&] { open_files(saved); });
     announce();
     loop();
     finish();
@@ -157,7 +165,9 @@ class Trainer {
   }
 
  private:
-  void open_files();
+  void open_files(std::optional<std::int64_t> saved);
+  void restore(std::int64_t step);
+  void save(double warmup_seconds, double elapsed, double training_seconds, bool at_once);
   void announce();
   void build();
   void loop();
@@ -172,6 +182,8 @@ class Trainer {
   [[nodiscard]] double eta(std::int64_t step, double elapsed) const;
 
   Config config_;
+  RunOptions options_;
+  StopSignal stop_;
   World world_;
   Comm comm_;
   BatchPlan plan_;
@@ -184,20 +196,48 @@ class Trainer {
   Llama model_{nullptr};
   HSDPModule root_;
   std::optional<Updater> updater_;
+  std::optional<RunCheckpoints> checkpoints_;
+  Position position_;  // at the start of the loop
   LossPlot plot_;
   TrainResult result_;
   Clock::time_point loop_begin_;
 };
 
-void Trainer::open_files() {
-  result_.dir = fs::path(config_.log.dir) / config_.log.name;
+void Trainer::open_files(std::optional<std::int64_t> saved) {
   if (world_.rank() != 0) return;
   std::error_code error;
   fs::create_directories(result_.dir, error);
   if (error)
     throw Error(concat("[log] cannot create ", result_.dir.string(), ": ", error.message(), " (", config_.where("log.dir"), ")"));
   write_file(result_.dir / "config.toml", to_toml(config_));
-  metrics_ = MetricsFile(result_.dir / "metrics.jsonl");
+  if (!saved) {
+    metrics_ = MetricsFile(result_.dir / "metrics.jsonl");
+    return;
+  }
+  RunHistory history;
+  metrics_ = MetricsFile(result_.dir / "metrics.jsonl", *saved, history);
+  result_.history = std::move(history.steps);
+  for (const auto& [step, loss] : history.validations) plot_.validation.push_back({static_cast<double>(step), loss});
+}
+
+void Trainer::restore(std::int64_t step) {
+  position_ = checkpoints_->restore(step, root_, *updater_, batches_->corpus().size());
+  batches_->seek(position_.windows);
+  result_.resumed = result_.steps = position_.step;
+  result_.tokens = position_.step * config_.train.batch_size * config_.data.seq_len;
+  result_.checkpoint = checkpoints_->path_of(step);
+}
+
+void Trainer::save(double warmup_seconds, double elapsed, double training_seconds, bool at_once) {
+  const trace::Span span("checkpoint");
+  checkpoints_->save({.step = result_.steps,
+                      .windows = batches_->sampler().position(),
+                      .elapsed = elapsed,
+                      .warmup_seconds = warmup_seconds,
+                      .training_seconds = training_seconds,
+                      .val_loss_start = result_.val_loss_start},
+                     root_, *updater_, batches_->corpus().size(), at_once);
+  result_.checkpoint = checkpoints_->path_of(result_.steps);
 }
 
 void Trainer::announce() {
@@ -211,6 +251,11 @@ void Trainer::announce() {
   begin_micro_batch(true);
   const std::string kind = plan_.accumulation > 1 ? accumulation_of(config_.parallel) : "each";
   const fsdp::MemoryUse engine = root_.plan_memory({.local = kind == "local", .partial = kind == "partial"});
+  if (options_.resume)
+    progress_.print(concat(
+        "Resume     ", checkpoints_->restored().empty() ? "no checkpoint yet, from the beginning" : checkpoints_->restored()));
+  if (const std::string text = checkpoints_->describe(root_, *updater_); !text.empty())
+    progress_.print(concat("Checkpoint ", text));
   progress_.print(concat("Transport  ", transports(root_, engine.copies > 0)));
   progress_.print(
       memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool + engine.copies, updater_->state_bytes()}));
@@ -263,8 +308,9 @@ StepLoss Trainer::forward_backward() {
 
 Shared Trainer::share(const StepLoss& loss) {
   const trace::Span span("metrics");
-  const torch::Tensor mine = torch::tensor(
-      {loss.tokens, loss.balance, seconds_since(loop_begin_), static_cast<double>(resident_bytes())}, torch::kDouble);
+  const torch::Tensor mine = torch::tensor({loss.tokens, loss.balance, seconds_since(loop_begin_),
+                                            static_cast<double>(resident_bytes()), StopSignal::received() ? 1.0 : 0.0},
+                                           torch::kDouble);
   const torch::Tensor all = torch::empty({world_.size(), mine.numel()}, torch::kDouble);
   comm_.all_gather_single(all, mine, {.label = "step metrics"}).wait();
   Shared shared;
@@ -274,6 +320,7 @@ Shared Trainer::share(const StepLoss& loss) {
     shared.aux += row[1] / world_.size();
     shared.memory = std::max(shared.memory, row[3]);
     if (rank == 0) shared.seconds = row[2];
+    shared.stop = shared.stop || row[4] != 0;
   }
   return shared;
 }
@@ -313,10 +360,10 @@ double Trainer::eta(std::int64_t step, double elapsed) const {
 
 void Trainer::loop() {
   const std::int64_t step_tokens = config_.train.batch_size * config_.data.seq_len;
-  result_.val_loss_start = result_.val_loss_end = validate(0);
-  double warmup_seconds = 0, elapsed = 0, training_seconds = 0;
-  loop_begin_ = Clock::now();
-  for (std::int64_t step = 0; schedule_.progress(step, elapsed) < 1; ++step) {
+  result_.val_loss_start = result_.val_loss_end = position_.step > 0 ? position_.val_loss_start : validate(0);
+  double warmup_seconds = position_.warmup_seconds, elapsed = position_.elapsed, training_seconds = position_.training_seconds;
+  loop_begin_ = Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(elapsed));
+  for (std::int64_t step = position_.step; schedule_.progress(step, elapsed) < 1; ++step) {
     if (trace_.begins_at(step + 1)) agree_on(comm_, [&] { trace_.start(); });
     const std::string number = std::to_string(step + 1);
     std::optional<trace::Span> span(std::in_place, "step", number);
@@ -355,11 +402,16 @@ void Trainer::loop() {
     result_.tokens = m.tokens;
     if (trace_.ends_at(m.step)) agree_on(comm_, [&] { trace_.stop(); });
     if (fraction < 1 && config_.train.eval_every > 0 && m.step % config_.train.eval_every == 0) (void)validate(m.step);
+    result_.stopped = shared.stop && fraction < 1;
+    if (result_.stopped || checkpoints_->due(m.step, fraction >= 1))
+      save(warmup_seconds, elapsed, training_seconds, result_.stopped);
+    if (result_.stopped) break;
   }
+  checkpoints_->finish();
   if (trace_.wanted()) agree_on(comm_, [&] { trace_.stop(); });
   result_.seconds = elapsed;
   result_.tokens_per_s = static_cast<double>(result_.tokens) / training_seconds;
-  result_.val_loss_end = validate(result_.steps);
+  if (!result_.stopped) result_.val_loss_end = validate(result_.steps);
 }
 
 std::string Trainer::sample() {
@@ -378,7 +430,7 @@ std::string Trainer::sample() {
 void Trainer::finish() {
   result_.world = world_.size();
   progress_.close();
-  const std::string samples = sample();
+  const std::string samples = result_.stopped ? "" : sample();
   agree_on(comm_, [&] {
     if (world_.rank() != 0) return;
     if (!samples.empty()) write_file(result_.dir / "samples.txt", samples);
@@ -386,7 +438,7 @@ void Trainer::finish() {
                          " rank(s)");
     for (const StepMetrics& m : result_.history) plot_.train.push_back({static_cast<double>(m.step), m.loss});
     write_file(result_.dir / "loss.svg", to_svg(plot_));
-    write_file(result_.dir / "result.txt", to_string(result_) + '\n');
+    if (!result_.stopped) write_file(result_.dir / "result.txt", to_string(result_) + '\n');
   });
   const fsdp::MemoryUse use = root_.memory_use();
   progress_.print(concat("\nEngine     parameter shards ", format_bytes(use.shards), ", gradient shards ",
@@ -394,7 +446,8 @@ void Trainer::finish() {
                          format_bytes(use.pool + use.copies),
                          use.mapped > 0 ? concat(", seen in place of other ranks ", format_bytes(use.mapped)) : ""));
   progress_.print(concat("Files      ", result_.dir.string(), "/: config.toml metrics.jsonl loss.svg",
-                         config_.sample.prompts.empty() ? "" : " samples.txt"));
+                         samples.empty() ? "" : " samples.txt"));
+  if (!result_.checkpoint.empty()) progress_.print(concat("Checkpoint ", result_.checkpoint.string()));
   if (trace_.wanted()) progress_.print(concat("Trace      ", trace_.summary()));
 }
 
@@ -407,6 +460,8 @@ std::string to_string(const TrainResult& result) {
   return text;
 }
 
-TrainResult run_training(const Config& config, const World& world) { return Trainer(config, world).run(); }
+TrainResult run_training(const Config& config, const World& world, const RunOptions& options) {
+  return Trainer(config, world, options).run();
+}
 
 }  // namespace hyper_parallel::train

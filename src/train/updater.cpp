@@ -76,6 +76,23 @@ Updater::Outcome Updater::step(double lr) {
   return outcome;
 }
 
+void Updater::add_to(ckpt::StateDict& state) const {
+  state.add_optimizer(*optimizer_);
+  if (!ema_) return;
+  for (const auto& [name, average] : ema_->named_dtensors()) state.add("ema." + name, average);
+}
+
+void Updater::add_to(ckpt::StateDict& state, const ckpt::CheckpointInfo& saved) {
+  state.add_optimizer(*optimizer_, saved);
+  if (!ema_) return;
+  for (const auto& [name, average] : ema_->named_dtensors()) state.add("ema." + name, average);
+}
+
+void Updater::set_counters(const Counters& counters) {
+  scaler_.load_state(counters.scaler);
+  steps_ = counters.updates;
+}
+
 std::int64_t Updater::state_bytes() const {
   std::int64_t bytes = optimizer_->state_bytes();
   if (!ema_) return bytes;

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <hyper_parallel/ckpt/checkpoint.h>
 #include <hyper_parallel/nn/fully_shard.h>
 #include <hyper_parallel/optim/ema.h>
 #include <hyper_parallel/optim/flat_optimizer.h>
@@ -32,6 +33,18 @@ class Updater {
   Outcome step(double lr);
   /// Of one rank: the optimizer's and the averages'.
   [[nodiscard]] std::int64_t state_bytes() const;
+
+  /// What a checkpoint holds of it: tensors "optim.…" and "ema.…".
+  void add_to(ckpt::StateDict& state) const;
+  /// The same for a load from the checkpoint that `saved` describes.
+  void add_to(ckpt::StateDict& state, const ckpt::CheckpointInfo& saved);
+  struct Counters {
+    std::int64_t updates = 0;  ///< of the averages
+    optim::GradScaler::State scaler;
+  };
+  [[nodiscard]] Counters counters() const { return {steps_, scaler_.state()}; }
+  /// ValueError: a scale that is none.
+  void set_counters(const Counters& counters);
 
   /// Puts the averages into the model for the lifetime of the result; nothing without averages. Local.
   class Averages {

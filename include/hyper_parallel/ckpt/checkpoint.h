@@ -17,7 +17,7 @@
 #include <hyper_parallel/core/error.h>
 #include <hyper_parallel/dtensor/dtensor.h>
 #include <hyper_parallel/fsdp/unit.h>
-#include <hyper_parallel/optim/flat_optimizer.h>
+#include <hyper_parallel/optim/stateful_optimizer.h>
 
 namespace hyper_parallel::ckpt {
 
@@ -67,12 +67,13 @@ class HP_API StateDict {
   /// The managed parameters and the buffers of a tree of units, as "<prefix><name>". A load first gives memory to what is on the
   /// meta device and drops gathered copies; it throws ValueError in the middle of a step.
   void add_model(const fsdp::UnitHandle& root, const std::string& prefix = "model.");
-  /// The state of an optimizer, to be saved: tensors as "<prefix><parameter>.<tensor>", laid out like the parameter, and
-  /// the number of its steps as "<prefix><parameter>.step". Parameters without step have only that.
-  void add_optimizer(const optim::FlatOptimizer& optimizer, const std::string& prefix = "optim.");
+  /// The state of an optimizer of ours, or of torch's by way of TorchOptimizer, to be saved: tensors as
+  /// "<prefix><parameter>.<tensor>", laid out like the parameter, and the number of its steps as "<prefix><parameter>.step".
+  /// Parameters without step have only that.
+  void add_optimizer(const optim::StatefulOptimizer& optimizer, const std::string& prefix = "optim.");
   /// The state of an optimizer, to be loaded from the checkpoint that `saved` describes: what that has of each parameter. The
   /// load makes the state of an optimizer that has none yet. The optimizer must outlive the load.
-  void add_optimizer(optim::FlatOptimizer& optimizer, const CheckpointInfo& saved, const std::string& prefix = "optim.");
+  void add_optimizer(optim::StatefulOptimizer& optimizer, const CheckpointInfo& saved, const std::string& prefix = "optim.");
 
   struct Entry {
     std::string name;
@@ -94,7 +95,7 @@ class HP_API StateDict {
 
   std::map<std::string, Entry> entries_;
   struct Optimizer {
-    optim::FlatOptimizer* optimizer;
+    optim::StatefulOptimizer* optimizer;
     std::string prefix;
     std::vector<at::Tensor> steps;  // in the order of its state()
   };

@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <hyper_parallel/fsdp/unit.h>
+#include <hyper_parallel/optim/stateful_optimizer.h>
 
 namespace hyper_parallel::optim {
 
@@ -43,9 +44,9 @@ struct GroupSettings {
 /// ranks, the layout, or the order of parameters and groups, bit for bit. Parameters without gradient are left alone, with their
 /// own step count, as in torch; shards may be empty. State is made at the first step of a parameter's flat group; after that,
 /// steps allocate no tensor memory. Thread safety: one thread at a time. Owns its state; shares the parameters with the units.
-class HP_API FlatOptimizer {
+class HP_API FlatOptimizer : public StatefulOptimizer {
  public:
-  virtual ~FlatOptimizer();
+  ~FlatOptimizer() override;
   FlatOptimizer(FlatOptimizer&&) = default;
   FlatOptimizer& operator=(FlatOptimizer&&) = default;
 
@@ -67,25 +68,20 @@ class HP_API FlatOptimizer {
   /// Gives all groups one rate. ValueError: negative or NaN.
   void set_lr(double lr);
 
-  /// State of one parameter on this rank.
-  struct State {
-    std::string name;
-    std::int64_t step = 0;  ///< updates so far
-    /// By name ("exp_avg", ...): shaped like the sharded parameter, sharing memory with the optimizer. Empty before its first
-    /// step.
-    std::vector<std::pair<std::string, at::Tensor>> tensors = {};
-    /// ValueError: no such tensor.
-    [[nodiscard]] const at::Tensor& at(std::string_view tensor) const;
-  };
   /// State of every parameter that this optimizer updates. Local.
-  [[nodiscard]] virtual std::vector<State> state() const;
+  [[nodiscard]] std::vector<State> state() const override;
   /// Takes over (copies) what `state` gave, of the same parameters cut the same way, in any order. Local. ValueError (nothing is
   /// changed then): a parameter that is missing, unknown or given twice, another number of elements, other tensors.
-  virtual void load_state(const std::vector<State>& state);
+  void load_state(const std::vector<State>& state) override;
   /// Bytes of the state, and of what else this optimizer keeps, once every parameter has had a gradient. Local.
   [[nodiscard]] virtual std::int64_t state_bytes() const;
-  /// The checks of load_state. Local.
-  void check_state(const std::vector<State>& state);
+  void check_state(const std::vector<State>& state) override;
+
+  /// Names and rates, in the order of lrs().
+  [[nodiscard]] std::vector<ParamGroupState> param_groups() const override;
+  /// Takes the rates over.
+  void load_param_groups(const std::vector<ParamGroupState>& groups) override;
+  [[nodiscard]] std::map<std::string, DTensor> sharded_parameters() const override;
 
   [[nodiscard]] const fsdp::UnitHandle& root() const { return root_; }
 

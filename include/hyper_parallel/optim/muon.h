@@ -66,6 +66,8 @@ class HP_API Muon : public FlatOptimizer {
   void set_lrs(const std::vector<double>& lrs) override;
   [[nodiscard]] std::vector<State> state() const override;
   void load_state(const std::vector<State>& state) override;
+  void check_state(const std::vector<State>& state) override;
+  [[nodiscard]] std::vector<ParamGroupState> param_groups() const override;
   [[nodiscard]] std::int64_t state_bytes() const override;
 
   [[nodiscard]] const MuonOptions& options() const { return options_; }
@@ -80,6 +82,8 @@ class HP_API Muon : public FlatOptimizer {
 
  private:
   void update(const Update& update) override;
+  /// Those of matrices, and all others.
+  [[nodiscard]] std::pair<std::vector<State>, std::vector<State>> divided(const std::vector<State>& states) const;
 
   MuonOptions options_;
   AdamW adamw_;

@@ -125,6 +125,14 @@ struct PrecisionConfig {
   double loss_scale = 0;   ///< first one, adapted to overflows later; 0: 65536 with float16, and none without
 };
 
+/// [checkpoint]: saves from which hp-train --resume goes on.
+struct CheckpointConfig {
+  std::int64_t every = 0;      ///< steps between saves, and one at the end; 0: only when SIGTERM asks for one
+  std::int64_t keep_last = 2;  ///< so many remain; 0: all
+  bool async = true;           ///< written in the background, while training goes on
+  std::string dir;             ///< holds step-00000100, ...; empty: checkpoints in the folder of the run
+};
+
 /// [log]: what is written where.
 struct LogConfig {
   std::string dir = "runs";
@@ -148,6 +156,7 @@ struct Config {
   OptimConfig optim;
   ParallelConfig parallel;
   PrecisionConfig precision;
+  CheckpointConfig checkpoint;
   LogConfig log;
   SampleConfig sample;
 

@@ -5,6 +5,8 @@
 #include <fstream>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <hyper_parallel/core/error.h>
 
@@ -27,12 +29,22 @@ struct StepMetrics {
   double eta_s = 0;
 };
 
+/// What metrics.jsonl says about a run.
+struct RunHistory {
+  std::vector<StepMetrics> steps;
+  std::vector<std::pair<std::int64_t, double>> validations;  ///< step and loss
+};
+
 /// Writes metrics.jsonl, flushed line by line so that a run can be watched. Thread safety: one thread at a time.
 class MetricsFile {
  public:
   MetricsFile() = default;  ///< writes nothing: ranks other than 0
   /// Truncates `file`. Error when it cannot be written.
   explicit MetricsFile(const std::filesystem::path& file);
+  /// Goes on with `file`, of which lines up to step `last` remain; what else is there, also half a line, is dropped. Error when
+  /// it cannot be written.
+  /// \param history gets what remains
+  MetricsFile(const std::filesystem::path& file, std::int64_t last, RunHistory& history);
   void write(const StepMetrics& metrics);
   void write_validation(std::int64_t step, double loss, double seconds);
 

@@ -19,17 +19,29 @@ struct TrainResult {
   double tokens_per_s = 0;    ///< of all ranks together, validations left out
   double val_loss_start = 0;  ///< NaN without a validation split
   double val_loss_end = 0;
-  std::filesystem::path dir;  ///< config.toml, metrics.jsonl, loss.svg, samples.txt, result.txt
+  std::int64_t resumed = 0;          ///< the step from which it went on; 0: from the beginning
+  bool stopped = false;              ///< SIGTERM ended it before its end: there is a checkpoint of `steps`, and no result
+  std::filesystem::path checkpoint;  ///< the last one that was saved; empty: none
+  std::filesystem::path dir;         ///< config.toml, metrics.jsonl, loss.svg, samples.txt, result.txt
   std::vector<StepMetrics> history;
 };
 
 /// "world=2 val_loss_start=5.5702 val_loss_end=1.4000 tokens_per_s=20000", as in result.txt.
 [[nodiscard]] std::string to_string(const TrainResult& result);
 
+struct RunOptions {
+  /// Go on from the last checkpoint of the run, on any number of ranks; begin anew if there is none.
+  bool resume = false;
+};
+
 /// Trains the decoder that `config` describes, sharded over all ranks of `world`, and writes the run's files on rank 0.
 ///
-/// Collective over the world. AgreedError or ValueError on all ranks alike for what is wrong with configuration, data or files;
-/// CommError when a peer fails.
-TrainResult run_training(const Config& config, const World& world);
+/// With [checkpoint] every, it saves model, optimizer, averages, loss scale, position in the data, random states and times. A
+/// resumed run goes on as if nothing had happened: bit for bit on as many ranks, up to rounding on others. SIGTERM to any rank
+/// makes all of them save after the step that is under way, and return.
+///
+/// Collective over the world. AgreedError or ValueError on all ranks alike for what is wrong with configuration, data or files,
+/// checkpoints included; CommError when a peer fails.
+TrainResult run_training(const Config& config, const World& world, const RunOptions& options = {});
 
 }  // namespace hyper_parallel::train

@@ -1,0 +1,276 @@
+// Runs that are stopped, moved to other ranks, and resumed.
+#include <atomic>
+#include <cmath>
+#include <csignal>
+#include <fstream>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <hyper_parallel/ckpt/checkpoint.h>
+#include <hyper_parallel/train/agree.h>
+#include <hyper_parallel/train/trainer.h>
+
+#include "support/rank_threads.h"
+#include "support/temp_folder.h"
+#include "train/stop_signal.h"
+
+namespace hyper_parallel::train {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::run_ranks;
+
+class TrainResume : public ::testing::Test {
+ protected:
+  void SetUp() override { write_text(600); }
+  void write_text(int lines) const {
+    std::ofstream out(dir_ / "text.txt");
+    for (int i = 0; i < lines; ++i) out << "line " << i * 7919 % 600 << " of a text that repeats itself\n";
+  }
+
+  [[nodiscard]] Config config(const std::string& name, const std::vector<Override>& more = {}) const {
+    std::vector<Override> overrides = {{"data.path", (dir_ / "text.txt").string()},
+                                       {"log.dir", (dir_ / "runs").string()},
+                                       {"log.name", name},
+                                       {"log.every", "1000"}};
+    overrides.insert(overrides.end(), more.begin(), more.end());
+    return parse_config(
+        "[model]\ndim = 32\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\nffn_dim = 40\nmax_seq_len = 16\n"
+        "[data]\nseq_len = 16\n[train]\nbatch_size = 12\nmax_steps = 9\neval_every = 4\neval_windows = 14\n"
+        "[optim]\nlr = 1e-2\nwarmup_steps = 3\n[checkpoint]\nevery = 3\nkeep_last = 0\n",
+        "test.toml", overrides);
+  }
+
+  /// The result of rank 0.
+  static TrainResult train(const Config& config, int world, bool resume = false) {
+    TrainResult result;
+    run_ranks(world, [&](int rank) {
+      TrainResult mine = run_training(config, current_world(), {.resume = resume});
+      if (rank == 0) result = std::move(mine);
+    });
+    return result;
+  }
+
+  /// As if the run had ended right after `step`.
+  void forget_after(const std::string& name, std::int64_t step) const {
+    for (const auto& entry : fs::directory_iterator(dir_ / "runs" / name / "checkpoints")) {
+      if (entry.path().filename().string() > concat("step-0000000", step)) fs::remove_all(entry.path());
+    }
+  }
+
+  static std::string agreed_message(const Config& config, int world, bool resume) {
+    std::string message;
+    std::mutex mutex;
+    int count = 0;
+    run_ranks(world, [&] {
+      try {
+        (void)run_training(config, current_world(), {.resume = resume});
+      } catch (const AgreedError& error) {
+        const std::lock_guard lock(mutex);
+        message = error.what();
+        ++count;
+      }
+    });
+    EXPECT_EQ(count, world);
+    return message;
+  }
+
+  static void expect_same_curve(const TrainResult& got, const TrainResult& want, double tolerance) {
+    ASSERT_EQ(got.history.size(), want.history.size());
+    for (std::size_t i = 0; i < got.history.size(); ++i) {
+      EXPECT_EQ(got.history[i].step, static_cast<std::int64_t>(i) + 1);
+      EXPECT_NEAR(got.history[i].loss, want.history[i].loss, tolerance) << "step " << i + 1;
+      EXPECT_EQ(std::isfinite(got.history[i].grad_norm), std::isfinite(want.history[i].grad_norm)) << "step " << i + 1;
+      if (std::isfinite(want.history[i].grad_norm)) {
+        EXPECT_NEAR(got.history[i].grad_norm, want.history[i].grad_norm, 10 * tolerance) << "step " << i + 1;
+      }
+      EXPECT_EQ(got.history[i].lr, want.history[i].lr) << "step " << i + 1;
+      EXPECT_EQ(got.history[i].loss_scale, want.history[i].loss_scale) << "step " << i + 1;
+      EXPECT_EQ(got.history[i].epoch, want.history[i].epoch) << "every window once, step " << i + 1;
+      EXPECT_EQ(got.history[i].tokens, want.history[i].tokens);
+    }
+    EXPECT_NEAR(got.val_loss_start, want.val_loss_start, tolerance);
+    EXPECT_NEAR(got.val_loss_end, want.val_loss_end, tolerance);
+  }
+
+  testing::TempFolder folder_;
+  fs::path dir_ = folder_.path();
+};
+
+TEST_F(TrainResume, BitForBitOnAsManyRanks) {
+  const std::vector<std::vector<Override>> ways = {
+      {},
+      {{"optim.optimizer", "muon"}, {"checkpoint.async", "false"}, {"optim.ema_decay", "0.9"}},
+      {{"optim.optimizer", "sgd"}, {"parallel.layout", "per_parameter"}, {"train.micro_batch_size", "3"}},
+      {{"precision.param_dtype", "float16"}, {"precision.loss_scale", "1e12"}, {"optim.ema_decay", "0.9"}},
+      {{"precision.param_dtype", "bfloat16"}, {"optim.state_dtype", "bfloat16"}, {"model.tied", "true"}},
+  };
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    const std::string name = "w" + std::to_string(i);
+    SCOPED_TRACE(name);
+    const TrainResult whole = train(config(name, ways[i]), 2);
+    EXPECT_EQ(whole.resumed, 0);
+    EXPECT_EQ(whole.checkpoint.filename(), "step-00000009");
+    forget_after(name, 3);
+    const TrainResult again = train(config(name, ways[i]), 2, true);
+    EXPECT_EQ(again.resumed, 3);
+    EXPECT_EQ(again.steps, 9);
+    expect_same_curve(again, whole, 0);
+  }
+}
+
+/// B41, and exactly once: the same windows whatever the number of ranks was and is.
+TEST_F(TrainResume, FromTwoRanksToFourToThree) {
+  for (const char* optimizer : {"adamw", "muon"}) {
+    const std::vector<Override> kind = {{"optim.optimizer", optimizer}, {"optim.ema_decay", "0.9"}};
+    const TrainResult whole = train(config(optimizer, kind), 2);
+    forget_after(optimizer, 3);
+    std::vector<Override> replicated = kind;
+    replicated.emplace_back("parallel.dp_replicate", "2");
+    replicated.emplace_back("parallel.layout", "per_parameter");
+    const TrainResult four = train(config(optimizer, replicated), 4, true);
+    EXPECT_EQ(four.resumed, 3);
+    expect_same_curve(four, whole, 2e-5);
+    forget_after(optimizer, 6);
+    const TrainResult three = train(config(optimizer, kind), 3, true);
+    EXPECT_EQ(three.resumed, 6);
+    expect_same_curve(three, whole, 2e-5);
+  }
+}
+
+TEST_F(TrainResume, KeepsTheLastFewAndResumesAnEndedRun) {
+  const std::vector<Override> two = {{"checkpoint.keep_last", "2"}, {"checkpoint.dir", (dir_ / "saves").string()}};
+  const TrainResult first = train(config("k", two), 2);
+  const ckpt::Checkpointer saves(dir_ / "saves");
+  EXPECT_EQ(saves.steps(), (std::vector<std::int64_t>{6, 9}));
+  EXPECT_TRUE(ckpt::verify(saves.path_of(9)).empty());
+  const TrainResult again = train(config("k", two), 2, true);
+  EXPECT_EQ(again.resumed, 9);
+  EXPECT_EQ(again.val_loss_end, first.val_loss_end);
+  // Longer, elsewhere, on one rank.
+  std::vector<Override> longer = two;
+  longer.emplace_back("train.max_steps", "12");
+  const TrainResult more = train(config("elsewhere", longer), 1, true);
+  EXPECT_EQ(more.resumed, 9);
+  EXPECT_EQ(more.steps, 12);
+  ASSERT_EQ(more.history.size(), 3U) << "the new folder has no earlier steps";
+  EXPECT_EQ(more.val_loss_start, first.val_loss_start);
+}
+
+TEST_F(TrainResume, WithoutACheckpointItBeginsAnew) {
+  const TrainResult fresh = train(config("none", {{"checkpoint.every", "0"}}), 2, true);
+  EXPECT_EQ(fresh.resumed, 0);
+  EXPECT_EQ(fresh.steps, 9);
+  EXPECT_TRUE(fresh.checkpoint.empty());
+  EXPECT_FALSE(fs::exists(dir_ / "runs/none/checkpoints"));
+}
+
+TEST_F(TrainResume, ARunThatBeginsAnewLeavesEarlierCheckpointsAlone) {
+  train(config("a"), 2);
+  const TrainResult shorter = train(config("a", {{"train.max_steps", "3"}}), 2);
+  EXPECT_EQ(shorter.checkpoint.filename(), "step-00000003");
+  EXPECT_EQ(ckpt::Checkpointer(dir_ / "runs/a/checkpoints").steps(), (std::vector<std::int64_t>{3}));
+  EXPECT_EQ(ckpt::Checkpointer(dir_ / "runs/a/checkpoints.1").steps(), (std::vector<std::int64_t>{3, 6, 9}));
+  EXPECT_EQ(train(config("a"), 2, true).resumed, 3);
+}
+
+TEST_F(TrainResume, MetricsOfALaterStepAreDropped) {
+  const TrainResult whole = train(config("m"), 2);
+  forget_after("m", 6);
+  std::ofstream(dir_ / "runs/m/metrics.jsonl", std::ios::app) << "{\"step\": 10, \"loss\": 1}\nno json\n{\"step\": 2";
+  const TrainResult again = train(config("m"), 2, true);
+  expect_same_curve(again, whole, 0);
+  std::ifstream in(dir_ / "runs/m/metrics.jsonl");
+  int steps = 0, validations = 0;
+  for (std::string line; std::getline(in, line);) (line.find("val_loss") == std::string::npos ? steps : validations) += 1;
+  EXPECT_EQ(steps, 9);
+  EXPECT_EQ(validations, 4);  // at 0, 4, 8 and the end
+}
+
+TEST_F(TrainResume, AnotherConfigurationIsRefusedWithBothLines) {
+  train(config("c"), 2);
+  EXPECT_THAT(agreed_message(config("c", {{"optim.lr", "0.02"}, {"model.tied", "true"}}), 2, true),
+              AllOf(HasSubstr("[resume] "),
+                    HasSubstr("step-00000009: model.tied = true (command line), want false as in the "
+                              "checkpoint (default of that run)"),
+                    HasSubstr("optim.lr = 0.02 (command line), want 0.01 as in the checkpoint (test.toml:16 of that run)")));
+  EXPECT_THAT(agreed_message(config("c", {{"train.batch_size", "24"}}), 3, true), HasSubstr("train.batch_size = 24"));
+  write_text(700);
+  EXPECT_THAT(agreed_message(config("c"), 2, true), HasSubstr("the text has"));
+  write_text(600);
+  // How the ranks share the work, and what is shown, may change.
+  const TrainResult other = train(
+      config("c", {{"parallel.layout", "per_parameter"}, {"train.micro_batch_size", "2"}, {"train.max_steps", "10"}}), 2, true);
+  EXPECT_EQ(other.steps, 10);
+}
+
+TEST_F(TrainResume, DamageIsRefused) {
+  train(config("d"), 2);
+  const fs::path folder = dir_ / "runs/d/checkpoints/step-00000009";
+  for (const char* file : {"rank-00001.safetensors", "checkpoint.json"}) {
+    const std::string whole = testing::file_text(folder / file);
+    std::string bytes = whole;
+    bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 1);
+    testing::set_file_text(folder / file, bytes);
+    EXPECT_THAT(agreed_message(config("d"), 3, true), HasSubstr(file));
+    testing::set_file_text(folder / file, whole);
+  }
+  fs::remove(folder / "rank-00001.safetensors");
+  EXPECT_THAT(agreed_message(config("d"), 3, true), HasSubstr("rank-00001.safetensors"));
+}
+
+/// The error of a save in the background: at the next save, or at the end.
+TEST_F(TrainResume, ErrorsOfSavesEndTheRun) {
+  testing::set_file_text(dir_ / "file", "no folder");
+  for (const char* every : {"3", "100"}) {
+    for (const char* async : {"true", "false"}) {
+      const Config bad =
+          config("e", {{"checkpoint.dir", (dir_ / "file").string()}, {"checkpoint.every", every}, {"checkpoint.async", async}});
+      EXPECT_THAT(agreed_message(bad, 2, false), HasSubstr("cannot create the folder")) << every << async;
+    }
+  }
+}
+
+TEST_F(TrainResume, SigtermSavesOnAllRanksAtTheSameStep) {
+  const std::vector<Override> longer = {{"train.max_steps", "60"}, {"checkpoint.every", "0"}, {"train.eval_every", "0"}};
+  const TrainResult whole = train(config("whole", longer), 2);
+  std::vector<std::int64_t> steps(2);
+  auto never_fatal = std::make_unique<StopSignal>();
+  std::atomic<bool> done{false};
+  std::thread killer([&] {
+    const fs::path metrics = dir_ / "runs/stopped/metrics.jsonl";
+    while (!done) {
+      std::error_code ignored;
+      if (fs::exists(metrics, ignored) && testing::file_text(metrics).find("\"step\":5,") != std::string::npos) break;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ::kill(::getpid(), SIGTERM);
+  });
+  run_ranks(2, [&](int rank) {
+    const TrainResult mine = run_training(config("stopped", longer), current_world());
+    done = true;
+    EXPECT_TRUE(mine.stopped);
+    EXPECT_EQ(mine.checkpoint.filename().string(), concat(mine.steps < 10 ? "step-0000000" : "step-000000", mine.steps));
+    steps[static_cast<std::size_t>(rank)] = mine.steps;
+  });
+  killer.join();
+  never_fatal.reset();
+  EXPECT_EQ(steps[0], steps[1]);
+  EXPECT_GE(steps[0], 5);
+  EXPECT_LT(steps[0], 60);
+  EXPECT_FALSE(fs::exists(dir_ / "runs/stopped/result.txt"));
+  const TrainResult rest = train(config("stopped", longer), 2, true);
+  EXPECT_EQ(rest.resumed, steps[0]);
+  EXPECT_FALSE(rest.stopped);
+  expect_same_curve(rest, whole, 0);
+}
+
+}  // namespace
+}  // namespace hyper_parallel::train

@@ -1,0 +1,161 @@
+// hp-train --resume as a user meets it: exit codes, SIGTERM, and torchrun that starts the ranks again.
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+#include <nlohmann/json.hpp>
+
+#include "support/process.h"
+#include "support/temp_folder.h"
+
+namespace hyper_parallel {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace std::chrono_literals;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using testing::Process;
+
+class HpResume : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::ofstream text(dir_ / "text.txt");
+    for (int i = 0; i < 400; ++i) text << "verse " << i * 7919 % 400 << " of a short book\n";
+    text.close();
+    std::ofstream(dir_ / "config.toml") << "[model]\ndim = 32\nn_layers = 2\nn_heads = 4\nffn_dim = 40\nmax_seq_len = 32\n"
+                                           "[data]\npath = '"
+                                        << (dir_ / "text.txt").string()
+                                        << "'\nseq_len = 16\n"
+                                           "[train]\nbatch_size = 12\nmax_steps = 300\neval_every = 0\neval_windows = 4\n"
+                                           "[optim]\nlr = 3e-3\nwarmup_steps = 2\n[parallel]\ntimeout_seconds = 30\n"
+                                           "[checkpoint]\nevery = 40\nkeep_last = 0\n[log]\ndir = '"
+                                        << (dir_ / "runs").string() << "'\nevery = 100\n";
+  }
+  [[nodiscard]] std::vector<std::string> arguments(const std::vector<std::string>& more) const {
+    std::vector<std::string> all = {(dir_ / "config.toml").string()};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+  [[nodiscard]] std::vector<Process> start(int world, const std::vector<std::string>& more) const {
+    return testing::start_ranks(world, HP_TRAIN, arguments(more), {{"OMP_NUM_THREADS", "1"}});
+  }
+  /// All ranks' exit codes must be `code`; their output.
+  static std::string finish(std::vector<Process> ranks, int code = 0) {
+    std::string output;
+    for (Process& rank : ranks) {
+      EXPECT_EQ(rank.wait(60s), code) << rank.output();
+      output += rank.output();
+    }
+    return output;
+  }
+  [[nodiscard]] std::vector<double> losses(const std::string& name) const {
+    std::vector<double> values;
+    std::ifstream in(dir_ / "runs" / name / "metrics.jsonl");
+    for (std::string line; std::getline(in, line);) {
+      const auto json = nlohmann::json::parse(line, nullptr, false);
+      if (json.is_object() && json.contains("loss")) values.push_back(json["loss"]);
+    }
+    return values;
+  }
+  void wait_for(const fs::path& path) const {
+    for (int i = 0; i < 6000 && !fs::exists(path); ++i) std::this_thread::sleep_for(10ms);
+    ASSERT_TRUE(fs::exists(path)) << path;
+  }
+  static void expect_near(const std::vector<double>& got, const std::vector<double>& want, double tolerance) {
+    ASSERT_EQ(got.size(), want.size());
+    for (std::size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], want[i], tolerance) << "step " << i + 1;
+  }
+
+  testing::TempFolder folder_;
+  fs::path dir_ = folder_.path();
+};
+
+TEST_F(HpResume, SigtermSavesAndExitsWithZeroAndOthersGoOn) {
+  finish(start(2, {"--log.name=whole"}));
+  const std::vector<double> whole = losses("whole");
+  ASSERT_EQ(whole.size(), 300U);
+  // Two ranks are stopped, then four, and three go on to the end. One rank gets the signal, all of them stop.
+  const fs::path saves = dir_ / "runs/moved/checkpoints";
+  std::vector<Process> two = start(2, {"--log.name=moved", "--resume"});
+  wait_for(saves / "step-00000040/checkpoint.json");
+  two[1].kill(SIGTERM);
+  const std::string first = finish(std::move(two));
+  EXPECT_THAT(first, HasSubstr("Resume     no checkpoint yet, from the beginning"));
+  EXPECT_THAT(first, HasSubstr("STOPPED step="));
+  EXPECT_THAT(first, Not(HasSubstr("RESULT")));
+  EXPECT_FALSE(fs::exists(dir_ / "runs/moved/result.txt"));
+  const std::size_t reached = losses("moved").size();
+  ASSERT_LT(reached, 200U);
+  std::vector<Process> four = start(4, {"--log.name=moved", "--resume"});
+  ASSERT_TRUE(four[0].wait_for_output("Transport", 60s)) << four[0].output();
+  four[0].kill(SIGTERM);
+  const std::string second = finish(std::move(four));
+  EXPECT_THAT(second, HasSubstr("saved by 2 rank(s)"));
+  EXPECT_THAT(second, HasSubstr("STOPPED step="));
+  ASSERT_LT(losses("moved").size(), 300U);
+  const std::string third = finish(start(3, {"--log.name=moved", "--resume"}));
+  EXPECT_THAT(third, HasSubstr("saved by 4 rank(s)"));
+  EXPECT_THAT(third, HasSubstr("RESULT world=3"));
+  expect_near(losses("moved"), whole, 0.05);
+}
+
+TEST_F(HpResume, MistakesAreOneLine) {
+  finish(start(2, {"--log.name=m", "--train.max_steps=5"}));
+  const std::string output = finish(start(2, {"--log.name=m", "--resume", "--optim.lr=0.5"}), 1);
+  EXPECT_THAT(output, HasSubstr("hp-train: error: [resume] "));
+  EXPECT_THAT(output, HasSubstr("optim.lr = 0.5 (command line), want 0.003 as in the checkpoint (" +
+                                (dir_ / "config.toml").string() + ":"));
+  EXPECT_EQ(std::count(output.begin(), output.end(), '\n'), 1) << output;
+  testing::set_file_text(dir_ / "file", "");
+  EXPECT_THAT(finish(start(2, {"--log.name=f", "--checkpoint.dir=" + (dir_ / "file").string(), "--train.max_steps=7"}), 1),
+              HasSubstr("hp-train: error: [ckpt]"));
+}
+
+/// Children of a process, from /proc.
+std::vector<pid_t> children_of(pid_t parent) {
+  std::vector<pid_t> children;
+  for (const auto& entry : fs::directory_iterator("/proc")) {
+    std::ifstream stat(entry.path() / "stat");
+    std::string text;
+    if (!std::getline(stat, text)) continue;
+    const auto behind = text.rfind(')');  // the name may have spaces
+    if (behind == std::string::npos) continue;
+    std::istringstream rest(text.substr(behind + 1));
+    char state = 0;
+    pid_t its_parent = 0;
+    if (rest >> state >> its_parent && its_parent == parent) children.push_back(static_cast<pid_t>(std::stol(text)));
+  }
+  return children;
+}
+
+TEST_F(HpResume, TorchrunStartsAgainAfterACrash) {
+  finish(start(2, {"--log.name=whole", "--train.max_steps=400"}));
+  const std::vector<double> whole = losses("whole");
+  std::vector<std::string> command = {"--standalone", "--no-python", "--nproc-per-node", "2", "--max-restarts", "1", HP_TRAIN};
+  for (const std::string& word : arguments({"--log.name=crashed", "--train.max_steps=400"})) command.push_back(word);
+  Process agent(HP_TORCHRUN, command, {{"OMP_NUM_THREADS", "1"}});
+  wait_for(dir_ / "runs/crashed/checkpoints/step-00000080/checkpoint.json");
+  std::vector<pid_t> ranks;
+  for (const pid_t child : children_of(agent.pid())) {
+    std::ifstream name("/proc/" + std::to_string(child) + "/comm");
+    std::string text;
+    if (std::getline(name, text) && text == "hp-train") ranks.push_back(child);
+  }
+  ASSERT_EQ(ranks.size(), 2U);
+  ASSERT_LT(losses("crashed").size(), 400U) << "the run was over before the crash";
+  ::kill(ranks[1], SIGKILL);
+  EXPECT_EQ(agent.wait(120s), 0) << agent.output();
+  EXPECT_THAT(agent.output(), HasSubstr("Resume     step "));
+  EXPECT_THAT(agent.output(), HasSubstr("RESULT world=2"));
+  expect_near(losses("crashed"), whole, 0);
+}
+
+}  // namespace
+}  // namespace hyper_parallel
