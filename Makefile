@@ -14,7 +14,7 @@ BENCH_ARGS ?=
 SANITIZERS ?= asan
 
 # What ccache needs to serve files that use the precompiled torch header.
-export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
+export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime,locale
 export CCACHE_BASEDIR := $(CURDIR)
 
 .PHONY: help setup configure build demo test bench check format tidy sanitize install clean

@@ -35,7 +35,7 @@ struct InitOptions {
   /// Default: not if HP_SAMEHOST is "copy". One rank's false is enough.
   std::optional<bool> map_shards = {};
   /// Ask for huge pages for that memory. The system must allow them for shared memory ("advise" or "always" in
-  /// /sys/kernel/mm/transparent_hugepage/shmem_enabled), or nothing changes but one line of the log.
+  /// /sys/kernel/mm/transparent_hugepage/shmem_enabled), or nothing changes.
   bool huge_pages = false;
   /// Write to each page of a buffer when it is allocated and not when it is first used: then it lies on the NUMA node of the rank
   /// that owns it, whoever uses it first, and the steps meet no fresh pages. Buffers occupy all of their memory from the start.
