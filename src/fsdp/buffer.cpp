@@ -9,22 +9,26 @@
 
 namespace hyper_parallel::fsdp {
 
-MemoryPool::Block MemoryPool::take(std::size_t bytes) {
-  auto fit = std::lower_bound(free_.begin(), free_.end(), bytes,
-                              [](const Block& block, std::size_t want) { return block.bytes < want; });
-  if (fit != free_.end() && fit->bytes <= bytes + bytes / 4) {
+MemoryPool::Block MemoryPool::take(std::size_t bytes, Use use) {
+  const auto fit = place_of(bytes, use);
+  if (fit != free_.end() && fit->use == use && fit->bytes <= bytes + bytes / 4) {
     Block block = std::move(*fit);
     free_.erase(fit);
     return block;
   }
   capacity_ += bytes;
-  return Block{allocator_->allocate(bytes), bytes};
+  return Block{allocator_->allocate(bytes), bytes, use};
 }
 
 void MemoryPool::give(Block block) {
-  auto place = std::lower_bound(free_.begin(), free_.end(), block.bytes,
-                                [](const Block& other, std::size_t want) { return other.bytes < want; });
+  const auto place = place_of(block.bytes, block.use);
   free_.insert(place, std::move(block));
+}
+
+std::vector<MemoryPool::Block>::iterator MemoryPool::place_of(std::size_t bytes, Use use) {
+  return std::lower_bound(free_.begin(), free_.end(), std::pair(use, bytes), [](const Block& block, const auto& want) {
+    return std::pair(block.use, block.bytes) < want;
+  });
 }
 
 void MemoryPool::clear() {
@@ -32,8 +36,9 @@ void MemoryPool::clear() {
   free_.clear();
 }
 
-SwappedBuffer::SwappedBuffer(std::int64_t numel, const at::TensorOptions& options, std::string guard_message)
-    : message_(std::move(guard_message)) {
+SwappedBuffer::SwappedBuffer(std::int64_t numel, const at::TensorOptions& options, std::string guard_message,
+                             MemoryPool::Use use)
+    : message_(std::move(guard_message)), use_(use) {
   bytes_ = flat_bytes(numel, options);
   flat_ = flat_over(at::DataPtr(nullptr, options.device()), numel, options);
   guard();
@@ -42,7 +47,7 @@ SwappedBuffer::SwappedBuffer(std::int64_t numel, const at::TensorOptions& option
 void SwappedBuffer::acquire(MemoryPool& pool) {
   check_internal(!live_, "buffer", "acquired twice");
   auto* storage = flat_.storage().unsafeGetStorageImpl();
-  MemoryPool::Block block = pool.take(bytes_);
+  MemoryPool::Block block = pool.take(bytes_, use_);
   block_bytes_ = block.bytes;
   storage->clear_data_ptr_access_error_msg_();
   storage->set_data_ptr_noswap(std::move(block.data));
@@ -53,7 +58,7 @@ void SwappedBuffer::release(MemoryPool& pool) {
   if (!live_) return;
   auto* storage = flat_.storage().unsafeGetStorageImpl();
   at::DataPtr data = storage->set_data_ptr(at::DataPtr(nullptr, flat_.device()));
-  if (!std::exchange(lent_, false)) pool.give({std::move(data), block_bytes_});
+  if (!std::exchange(lent_, false)) pool.give({std::move(data), block_bytes_, use_});
   guard();
   live_ = false;
 }

@@ -14,9 +14,12 @@ namespace hyper_parallel::fsdp {
 /// itself allocates nothing. Thread safety: one thread at a time.
 class MemoryPool {
  public:
+  /// Blocks serve one use only. kSpare is space that is normally not written to: kept apart, its pages stay untouched.
+  enum class Use : std::uint8_t { kData, kSpare };
   struct Block {
     at::DataPtr data;
     std::size_t bytes = 0;  ///< capacity
+    Use use = Use::kData;
   };
 
   explicit MemoryPool(c10::Allocator* allocator) : allocator_(allocator) {}
@@ -24,7 +27,7 @@ class MemoryPool {
   MemoryPool& operator=(const MemoryPool&) = delete;
 
   /// The smallest free block of at least `bytes` and at most 1.25 times that, or a new one of exactly `bytes`.
-  [[nodiscard]] Block take(std::size_t bytes);
+  [[nodiscard]] Block take(std::size_t bytes, Use use);
   void give(Block block);
   /// Returns the free blocks to the allocator.
   void clear();
@@ -32,8 +35,11 @@ class MemoryPool {
   [[nodiscard]] std::size_t capacity() const { return capacity_; }
 
  private:
+  /// Where the first free block of that use and of at least that size stands.
+  [[nodiscard]] std::vector<Block>::iterator place_of(std::size_t bytes, Use use);
+
   c10::Allocator* allocator_;
-  std::vector<Block> free_;  // by size, ascending
+  std::vector<Block> free_;  // by use and size, ascending
   std::size_t capacity_ = 0;
 };
 
@@ -45,7 +51,8 @@ class MemoryPool {
 class SwappedBuffer {
  public:
   SwappedBuffer() = default;
-  SwappedBuffer(std::int64_t numel, const at::TensorOptions& options, std::string guard_message);
+  SwappedBuffer(std::int64_t numel, const at::TensorOptions& options, std::string guard_message,
+                MemoryPool::Use use = MemoryPool::Use::kData);
   SwappedBuffer(const SwappedBuffer&) = delete;
   SwappedBuffer& operator=(const SwappedBuffer&) = delete;
   SwappedBuffer(SwappedBuffer&&) = default;
@@ -69,6 +76,7 @@ class SwappedBuffer {
   std::string message_;
   std::size_t bytes_ = 0;
   std::size_t block_bytes_ = 0;
+  MemoryPool::Use use_ = MemoryPool::Use::kData;
   bool live_ = false;
   bool lent_ = false;
 };

@@ -22,11 +22,12 @@ struct NoMemory final : c10::Allocator {
 struct Lease {
   std::size_t bytes = 0;
   bool held = false;
+  MemoryPool::Use use = MemoryPool::Use::kData;
   MemoryPool::Block block = {};
 
   void take(MemoryPool& pool) {
     if (held || bytes == 0) return;
-    block = pool.take(bytes);
+    block = pool.take(bytes, use);
     held = true;
   }
   void give(MemoryPool& pool) {
@@ -52,6 +53,7 @@ struct GroupReplay {
     sum_receive.bytes = size.accumulation_receive;
     partial.bytes = size.partial;
     exchange.bytes = size.exchange;
+    receive.use = sum_receive.use = size.receive_use;
   }
 };
 

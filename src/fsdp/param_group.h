@@ -59,6 +59,7 @@ struct GroupFootprint {
   std::size_t wire = 0, wire_receive = 0;
   std::size_t accumulation = 0, accumulation_receive = 0;  ///< only when they differ from the wire's
   std::size_t partial = 0, exchange = 0;
+  MemoryPool::Use receive_use = MemoryPool::Use::kData;
   bool staged = false;      ///< every reduction goes through `partial`
   bool replicated = false;  ///< has replicas: `exchange` is needed
   bool custom = false;      ///< reduces by the user's own means: `exchange` is needed for results that are added to parked ones
@@ -204,8 +205,8 @@ class ParamGroup {
   /// Bytes that this group holds outside the pool.
   [[nodiscard]] std::int64_t shard_bytes() const { return static_cast<std::int64_t>(shard_.nbytes()); }
   [[nodiscard]] std::int64_t shard_bytes_held() const { return on_meta() ? 0 : shard_bytes(); }
-  [[nodiscard]] std::int64_t grad_bytes() const { return grad_.defined() ? static_cast<std::int64_t>(grad_.nbytes()) : 0; }
-  /// What grad_bytes is once there is a gradient.
+  [[nodiscard]] std::int64_t grad_bytes() const;
+  /// What grad_bytes is once there is a gradient, if zero_grad(set_to_none=true) goes before each step.
   [[nodiscard]] std::int64_t planned_grad_bytes() const;
 
  private:
@@ -242,6 +243,7 @@ class ParamGroup {
   [[nodiscard]] PendingComm all_gather(const Comm& comm, const at::Tensor& output, const at::Tensor& input) const;
   void choose_wire_dtype();
   [[nodiscard]] Pack make_pack(at::ScalarType dtype) const;
+  [[nodiscard]] MemoryPool::Use receive_use() const;
   [[nodiscard]] std::vector<Piece> pack_pieces(const at::Tensor& flat) const;
   [[nodiscard]] std::int64_t exchange_numel() const;
   void ensure_grad();
@@ -269,6 +271,7 @@ class ParamGroup {
   int replicas_ = 1;
 
   at::Tensor shard_, grad_;
+  at::Tensor spare_grad_;    ///< the one before, which a .grad referred to when local accumulation began
   bool may_alias_ = false;  ///< the guard's strictness, decided once
   bool aliased_ = false;    ///< world 1, same dtype: the gathered storage is the shard itself
   SwappedBuffer full_;

@@ -73,6 +73,7 @@ void ParamGroup::convert(at::ScalarType master, at::ScalarType compute, at::Scal
     grad = at::Tensor();
   }
   release_grad();
+  spare_grad_.reset();
   wire_ = {};
   accumulation_ = {};
   partial_ = {};

@@ -1,5 +1,6 @@
 // The gradient half of ParamGroup.
 #include <algorithm>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
@@ -22,12 +23,17 @@ ParamGroup::Pack ParamGroup::make_pack(at::ScalarType dtype) const {
   const at::TensorOptions options = compute_.dtype(dtype);
   Pack pack;
   pack.buffer = SwappedBuffer(numel, options, "[fully_shard] internal: reduce buffer used after it was freed");
-  if (layout_.world() > 1)
-    pack.receive = SwappedBuffer(numel, options, "[fully_shard] internal: receive buffer used after it was freed");
+  if (layout_.world() > 1) {
+    pack.receive =
+        SwappedBuffer(numel, options, "[fully_shard] internal: receive buffer used after it was freed", receive_use());
+  }
   pack.pieces = pack_pieces(pack.buffer.flat());
   for (const auto& range : layout_.padding()) pack.padding.push_back(pack.buffer.flat().narrow(0, range.offset, range.numel));
   return pack;
 }
+
+/// Where shards are mapped, rows are summed in the peers' memory, and received only where a rank is late.
+MemoryPool::Use ParamGroup::receive_use() const { return can_map() ? MemoryPool::Use::kSpare : MemoryPool::Use::kData; }
 
 std::vector<ParamGroup::Piece> ParamGroup::pack_pieces(const at::Tensor& flat) const {
   std::vector<Piece> pieces;
@@ -96,8 +102,12 @@ bool ParamGroup::staged() const {
 void ParamGroup::ensure_grad() {
   ensure_packs();
   if (grad_.defined()) return;
-  const at::TensorOptions options = options_.main_grad ? master_.dtype(at::kFloat) : master_;
-  grad_ = allocate_flat(layout_.shard_numel(), options, host_allocator());
+  if (spare_grad_.defined() && spare_grad_.storage().use_count() == 1) {
+    grad_ = std::move(spare_grad_);
+  } else {
+    const at::TensorOptions options = options_.main_grad ? master_.dtype(at::kFloat) : master_;
+    grad_ = allocate_flat(layout_.shard_numel(), options, host_allocator());
+  }
   grad_.zero_();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& slice = layout_.slice(i, rank_);
@@ -142,6 +152,7 @@ GroupFootprint ParamGroup::footprint(bool map) const {
   if (layout_.world() > 1 && !options_.settings->reduce_scatter) {
     size.wire_receive = size.wire;
     size.accumulation_receive = size.accumulation;
+    size.receive_use = receive_use();
   }
   size.custom = static_cast<bool>(options_.settings->reduce_scatter);
   size.staged = staged();
@@ -149,6 +160,12 @@ GroupFootprint ParamGroup::footprint(bool map) const {
   size.partial = bytes(n, options_.reduce_dtype);
   size.exchange = bytes(exchange_numel(), options_.reduce_dtype);
   return size;
+}
+
+std::int64_t ParamGroup::grad_bytes() const {
+  std::size_t bytes = 0;
+  for (const at::Tensor* flat : {&grad_, &spare_grad_}) bytes += flat->defined() ? flat->nbytes() : 0;
+  return static_cast<std::int64_t>(bytes);
 }
 
 std::int64_t ParamGroup::planned_grad_bytes() const {
@@ -248,8 +265,14 @@ void ParamGroup::reduce_alone(std::vector<at::Tensor>& gradients, bool add) {
 void ParamGroup::accumulate(std::vector<at::Tensor>& gradients, MemoryPool& pool) {
   at::NoGradGuard no_grad;
   check_gradients(gradients);
-  // Alone, nothing is ever sent: the flat gradient itself is the accumulator. A .grad that is there keeps its memory until then.
-  if (alone() && !accumulated_ && (any_grad() || kept_elsewhere())) release_grad();
+  // Alone, nothing is ever sent: the flat gradient itself is the accumulator. A .grad that is there keeps its memory until then;
+  // the next step that finds one accumulates in that.
+  if (alone() && !accumulated_) {
+    const at::Tensor kept = any_grad() || kept_elsewhere() ? grad_ : at::Tensor();
+    if (kept.defined()) release_grad();
+    ensure_grad();
+    spare_grad_ = kept;
+  }
   ensure_grad();
   if (alone()) {
     reduce_alone(gradients, accumulated_);
