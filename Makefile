@@ -17,10 +17,11 @@ SANITIZERS ?= asan
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime,locale
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: help setup configure build demo test bench check format tidy sanitize install clean
+.PHONY: help setup configure build demo demo-moe test bench check format tidy sanitize install clean
 
 help:
 	@echo 'make demo     train the demo model on two ranks (first time: set-up and build)'
+	@echo 'make demo-moe the same for a mixture of experts on four ranks'
 	@echo 'make test     build and run all tests (CTEST_ARGS="-L unit" for a part of them)'
 	@echo 'make bench    compare with PyTorch FSDP2'
 	@echo 'make setup    install what is missing: packages, .venv, torch (HP_TORCH=... reuses one)'
@@ -46,6 +47,10 @@ build: configure
 demo: configure
 	@cmake --build $(BUILD) -j $(JOBS) --target hp-train
 	@BUILD=$(BUILD) tools/demo.sh $(DEMO_ARGS)
+
+demo-moe: configure
+	@cmake --build $(BUILD) -j $(JOBS) --target hp-train
+	@BUILD=$(BUILD) DEMO=demo-moe RANKS=$${RANKS:-4} tools/demo.sh $(DEMO_ARGS)
 
 test: build
 	@tools/run_tests.sh $(BUILD) -j $(TEST_JOBS) $(CTEST_ARGS)

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # The main job of `make demo`: two ranks learn the King James Bible byte by byte. Arguments are overrides of configs/demo.toml,
-# e.g. --train.max_seconds=60. BUILD names the build folder, RANKS the number of ranks, RUN the folder of the results.
+# e.g. --train.max_seconds=60. BUILD names the build folder, RANKS the number of ranks, RUN the folder of the results, DEMO the
+# configuration in configs/ (demo-moe: `make demo-moe`).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-readonly program=${BUILD:-build}/bin/hp-train config=configs/demo.toml torchrun=.venv/bin/torchrun
-readonly ranks=${RANKS:-2} run=${RUN:-runs/demo}
+readonly demo=${DEMO:-demo}
+readonly program=${BUILD:-build}/bin/hp-train config=configs/$demo.toml torchrun=.venv/bin/torchrun
+readonly ranks=${RANKS:-2} run=${RUN:-runs/$demo}
 readonly text=$run/bible.txt
 
 die() {
@@ -42,9 +44,9 @@ What you have
   $run/config.toml    the settings that gave this run
 
 What to try next
-  another text:       make demo DEMO_ARGS="--data.path=/path/to/a/file/or/folder"
-  a larger model:     make demo DEMO_ARGS="--model.dim=256 --model.ffn_dim=704 --train.max_seconds=1200"
-  bfloat16 compute:   make demo DEMO_ARGS="--precision.param_dtype=bfloat16"
+  another text:       make $demo DEMO_ARGS="--data.path=/path/to/a/file/or/folder"
+  a larger model:     make $demo DEMO_ARGS="--model.dim=256 --model.ffn_dim=704 --train.max_seconds=1200"
+  bfloat16 compute:   make $demo DEMO_ARGS="--precision.param_dtype=bfloat16"
   one rank:           $program $config
   all settings:       $program --help
 

@@ -19,10 +19,15 @@ using Piece = SequenceSplit::Piece;
 
 constexpr const char* kOp = "context_parallel_attention";
 
+/// A view of the whole costs a copy in backward: x itself then.
+at::Tensor part_of(const at::Tensor& x, std::int64_t dim, std::int64_t begin, std::int64_t size) {
+  return size == x.size(dim) ? x : x.narrow(dim, begin, size);
+}
+
 at::Tensor cat_pieces(const at::Tensor& x, std::int64_t dim, const std::vector<Piece>& pieces) {
   std::vector<at::Tensor> parts;
   for (const Piece& piece : pieces) {
-    if (piece.size() > 0) parts.push_back(x.narrow(dim, piece.begin, piece.size()));
+    if (piece.size() > 0) parts.push_back(part_of(x, dim, piece.begin, piece.size()));
   }
   if (parts.empty()) return x.narrow(dim, 0, 0);
   return parts.size() == 1 ? parts[0] : at::cat(parts, dim);
@@ -39,7 +44,7 @@ at::Tensor attention_of_nothing(const at::Tensor& q, const at::Tensor& k, const 
 at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const Piece& piece,
                   const ContextAttentionOptions& options) {
   const std::int64_t seen = options.causal ? piece.end : keys.size(2);
-  const at::Tensor k = keys.narrow(2, 0, seen), v = values.narrow(2, 0, seen);
+  const at::Tensor k = part_of(keys, 2, 0, seen), v = part_of(values, 2, 0, seen);
   std::optional<at::Tensor> mask;
   if (options.causal && piece.begin > 0) {
     const auto positions = at::TensorOptions().dtype(at::kLong).device(q.device());
@@ -134,7 +139,7 @@ at::Tensor context_parallel_attention(const at::Tensor& q, const at::Tensor& k, 
   std::vector<at::Tensor> outputs;
   std::int64_t begin = 0;
   for (const Piece& piece : split.pieces(rank_in(comm))) {
-    if (piece.size() > 0) outputs.push_back(attend(q.narrow(2, begin, piece.size()), keys, values, piece, options));
+    if (piece.size() > 0) outputs.push_back(attend(part_of(q, 2, begin, piece.size()), keys, values, piece, options));
     begin += piece.size();
   }
   if (outputs.empty()) return attention_of_nothing(q, keys, values);

@@ -1,5 +1,6 @@
 #include <hyper_parallel/parallel/embedding.h>
 
+#include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_copy.h>
 #include <ATen/ops/zeros.h>
@@ -34,11 +35,11 @@ torch::Tensor VocabParallelEmbeddingImpl::forward(torch::Tensor tokens) {
     check_value(lowest >= 0 && highest < num_embeddings, kOp, "tokens from ", lowest, " to ", highest, ", want 0 to ",
                 num_embeddings - 1);
   }
+  if (alone(comm_)) return at::embedding(weight, tokens);
   const FeatureRange own = chunk_of(num_embeddings, size_of(comm_), rank_in(comm_));
   const at::Tensor flat = tokens.reshape({-1}).to(at::kLong);
   std::vector<std::int64_t> shape = tokens.sizes().vec();
   shape.push_back(embedding_dim);
-  if (alone(comm_)) return weight.index_select(0, flat).view(shape);
   const at::Tensor places = flat.ge(own.begin).logical_and_(flat.lt(own.end)).nonzero().reshape({-1});
   const at::Tensor rows = weight.index_select(0, flat.index_select(0, places).sub_(own.begin));
   const at::Tensor partial = at::index_copy(at::zeros({flat.numel(), embedding_dim}, rows.options()), 0, places, rows);

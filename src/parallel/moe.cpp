@@ -100,7 +100,9 @@ void MoERouterImpl::reset_parameters() {
 }
 
 ParameterCuts MoERouterImpl::own_cuts() const {
-  return {{"weight", {{options.n_experts, dim}, axis_cut(options.tp_mesh, Replicate(), options.sequence_parallel)}}};
+  return {
+      {"weight",
+       {{options.n_experts, dim}, axis_cut(options.tp_mesh, Replicate(), options.sequence_parallel || options.split_tokens)}}};
 }
 
 MoERouterImpl::Choice MoERouterImpl::forward(torch::Tensor x) {
@@ -131,7 +133,9 @@ GroupedExpertsImpl::GroupedExpertsImpl(std::int64_t size, const MoEOptions& moe_
 ParameterCuts GroupedExpertsImpl::own_cuts() const {
   const auto cut = [this](std::vector<std::int64_t> shape, std::int64_t hidden) {
     std::vector<AxisCut> axes = axis_cut(options.ep_mesh, Shard(0));
-    for (AxisCut& axis : axis_cut(options.tp_mesh, Shard(hidden))) axes.push_back(std::move(axis));
+    if (!options.split_tokens) {
+      for (AxisCut& axis : axis_cut(options.tp_mesh, Shard(hidden))) axes.push_back(std::move(axis));
+    }
     return ParameterCut{std::move(shape), std::move(axes)};
   };
   const std::int64_t n = options.n_experts, ffn = options.ffn_dim;
@@ -173,7 +177,7 @@ MixtureOfExpertsImpl::MixtureOfExpertsImpl(std::int64_t size, MoEOptions moe_opt
   check_options(dim, options);
   ep_ = group_of(kOp, options.ep_mesh);
   tp_ = group_of(kOp, options.tp_mesh);
-  balance_ = group_of(kOp, options.balance_mesh);
+  balance_ = options.split_tokens && !options.balance_mesh.defined() ? tp_ : group_of(kOp, options.balance_mesh);
   router = register_module("router", MoERouter(dim, options));
   experts = register_module("experts", GroupedExperts(dim, options));
   if (options.shared_ffn_dim > 0) {
@@ -201,29 +205,47 @@ torch::Tensor MixtureOfExpertsImpl::run_experts(const torch::Tensor& rows, const
 torch::Tensor MixtureOfExpertsImpl::aux_loss(const torch::Tensor& scores, torch::Tensor loads) const {
   if (!alone(balance_)) loads = summed(loads, balance_, "aux_loss");
   const double assignments = std::max<double>(1.0, static_cast<double>(loads.sum().item<std::int64_t>()));
-  const double tokens_of_rank = assignments / static_cast<double>(options.top_k) / size_of(balance_);
+  // Ranks of tp_mesh that share out the tokens of one rank compute summands of its loss.
+  const int ranks = size_of(balance_) / (options.split_tokens ? size_of(tp_) : 1);
+  const double tokens_of_rank = assignments / static_cast<double>(options.top_k) / std::max(1, ranks);
   const at::Tensor share = loads.to(scores.scalar_type()) / assignments;
   const at::Tensor mean_scores = scores.reshape({-1, options.n_experts}).sum(0) / tokens_of_rank;
   const at::Tensor loss = (share * mean_scores).sum() * (options.aux_loss_weight * static_cast<double>(options.n_experts));
-  // With sequence parallelism each rank has the scores of its own tokens only.
-  return options.sequence_parallel ? all_reduce_identity(loss, tp_, "aux_loss") : loss;
+  // With sequence parallelism, too, each rank has the scores of its own tokens only.
+  return options.sequence_parallel || options.split_tokens ? all_reduce_identity(loss, tp_, "aux_loss") : loss;
+}
+
+torch::Tensor MixtureOfExpertsImpl::own_tokens(const torch::Tensor& x) const {
+  if (!options.split_tokens || options.sequence_parallel || alone(tp_)) return x;
+  check_value(options.sequence_dim >= 0 && options.sequence_dim < x.dim() - 1, kOp, "x has shape ", x.sizes(),
+              ", want tokens along sequence_dim ", options.sequence_dim, " to share out");
+  return split_all_gather(x, tp_, {options.sequence_dim, {}, kOp});
 }
 
 MoEOutput MixtureOfExpertsImpl::forward(torch::Tensor x, std::int64_t sequence_length) {
   check_value(x.dim() >= 1 && x.size(-1) == dim, kOp, "x has shape ", x.sizes(), ", want (..., ", dim, ')');
-  const auto [chosen, weights, scores] = router(x);
   const SequenceParallel sequence = sequence_of(options);
-  // Each rank of tp_mesh computes a summand of the result for the same tokens, so what flows back into x and the weights is
-  // summed.
-  const at::Tensor tokens = enter(x, tp_, sequence, sequence_length, kOp);
-  const at::Tensor factors = enter(weights, tp_, sequence, sequence_length, kOp);
-  const at::Tensor of_tokens = sequence.enabled ? enter(chosen, tp_, sequence, sequence_length, kOp) : chosen;
+  const bool split = options.split_tokens;
+  const at::Tensor own = own_tokens(x);
+  const auto [chosen, weights, scores] = router(own);
+  // Without split_tokens each rank of tp_mesh computes a summand of the result for the same tokens, so what flows back into x
+  // and the weights is summed.
+  const auto entered = [&](const at::Tensor& t) { return split ? t : enter(t, tp_, sequence, sequence_length, kOp); };
+  const at::Tensor tokens = entered(own), factors = entered(weights);
+  const at::Tensor of_tokens = sequence.enabled ? entered(chosen) : chosen;
 
   const RowOrder order = order_rows(of_tokens.reshape({-1, options.top_k}), options.n_experts);
   const at::Tensor rows = spread(tokens.reshape({-1, dim}), order);
-  const at::Tensor summand = collect(run_experts(rows, order.counts), factors.reshape({-1, options.top_k}), order);
+  const at::Tensor summand =
+      collect(run_experts(rows, order.counts), factors.reshape({-1, options.top_k}), order).view(tokens.sizes());
   MoEOutput result;
-  result.output = leave(summand.view(tokens.sizes()), tp_, sequence, kOp);
+  if (!split) {
+    result.output = leave(summand, tp_, sequence, kOp);
+  } else if (sequence.enabled || alone(tp_)) {
+    result.output = summand;
+  } else {
+    result.output = all_gather_split(summand, tp_, {sequence.dim, ceil_chunks(x.size(sequence.dim), tp_.size()), kOp});
+  }
   if (!shared_expert.is_empty()) result.output = result.output + shared_expert(x, sequence_length);
   if (options.aux_loss_weight > 0) result.aux_loss = aux_loss(scores, to_tensor(order.counts));
   if (is_training() && router->tokens_per_expert.defined()) router->tokens_per_expert.add_(to_tensor(order.counts));

@@ -22,7 +22,7 @@ Batches::Batches(const Config& config, const BatchPlan& plan, int rank)
     : seq_len_(config.data.seq_len),
       micro_batch_(plan.micro_batch),
       rank_(rank),
-      world_(static_cast<int>(plan.dp_replicate * plan.dp_shard)),
+      world_(static_cast<int>(plan.data_ranks())),
       corpus_(Corpus::open(config.data.path, config.where("data.path"))),
       splits_(split_tokens(corpus_.size(), config.data.validation_fraction)),
       sampler_(checked_windows(config, splits_.train), static_cast<std::uint64_t>(config.train.seed)) {

@@ -19,7 +19,8 @@ struct Batch {
   at::Tensor targets;
 };
 
-/// The training and validation batches of one rank. Thread safety: one thread at a time.
+/// The training and validation batches of one of the plan.data_ranks() ranks that are given different sequences. Thread safety:
+/// one thread at a time.
 class Batches {
  public:
   /// Local. ValueError: the text cannot be opened or is too short for one batch or one validation sequence.

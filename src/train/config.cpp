@@ -292,6 +292,7 @@ Config parse_config(const std::string& text, const std::string& name, const std:
   }
   if (config.model.n_kv_heads == 0) config.model.n_kv_heads = config.model.n_heads;
   check_consistency(config);
+  check_experts(config);
   settle_parallel(config);
   return config;
 }
@@ -304,32 +305,6 @@ Config load_config(const std::filesystem::path& file, const std::vector<Override
               ", want a TOML file (command line)");
   std::string text{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
   return parse_config(text, file.string(), overrides);
-}
-
-BatchPlan plan_batches(const Config& config, int world) {
-  const ParallelConfig& p = config.parallel;
-  BatchPlan plan;
-  plan.dp_replicate = p.dp_replicate;
-  if (p.dp_shard < 0) {
-    check_value(world % p.dp_replicate == 0, "parallel", "dp_replicate = ", p.dp_replicate, ", want a divisor of the world size ",
-                world, " (", config.where("parallel.dp_replicate"), ")");
-    plan.dp_shard = world / p.dp_replicate;
-  } else {
-    plan.dp_shard = p.dp_shard;
-    check_value(plan.dp_replicate * plan.dp_shard == world, "parallel", "dp_replicate * dp_shard = ", plan.dp_replicate, " * ",
-                plan.dp_shard, ", want the world size ", world, " (", config.where("parallel.dp_shard"), ")");
-  }
-  check_value(p.reshard_ranks == 0 || plan.dp_shard % p.reshard_ranks == 0, "parallel", "reshard_ranks = ", p.reshard_ranks,
-              ", want a divisor of dp_shard = ", plan.dp_shard, " (", config.where("parallel.reshard_ranks"), ")");
-  const std::int64_t batch = config.train.batch_size;
-  check_value(batch % world == 0, "train", "batch_size = ", batch, ", want a multiple of the world size ", world, " (",
-              config.where("train.batch_size"), ")");
-  plan.micro_batch = config.train.micro_batch_size > 0 ? config.train.micro_batch_size : batch / world;
-  check_value(batch % (plan.micro_batch * world) == 0, "train", "micro_batch_size = ", plan.micro_batch,
-              ", want a divisor of the ", batch / world, " sequences of each rank (", config.where("train.micro_batch_size"),
-              ")");
-  plan.accumulation = batch / (plan.micro_batch * world);
-  return plan;
 }
 
 }  // namespace hyper_parallel::train

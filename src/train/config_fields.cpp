@@ -26,6 +26,21 @@ void add_model(std::vector<Field>& fields, ModelConfig& m) {
   fields.push_back({"model", "tied", &m.tied, "embedding and output projection share one weight"});
 }
 
+void add_experts(std::vector<Field>& fields, ModelConfig& m) {
+  fields.push_back({"model", "n_experts", &m.n_experts, "mixture of experts: how many a block has (0: one MLP)", at_least(0)});
+  fields.push_back({"model", "top_k", &m.top_k, "experts that a token visits", at_least(0)});
+  fields.push_back({"model", "expert_ffn_dim", &m.expert_ffn_dim, "inner width of an expert", at_least(0)});
+  fields.push_back(
+      {"model", "shared_ffn_dim", &m.shared_ffn_dim, "inner width of the expert that every token visits (0: none)", at_least(0)});
+  fields.push_back({"model", "moe_every", &m.moe_every, "every how many blocks one has experts, the last of them", at_least(1)});
+  fields.push_back({"model", "router", &m.router, "scores of the experts", one_of({"softmax", "sigmoid"})});
+  fields.push_back({"model", "norm_topk_prob", &m.norm_topk_prob, "the weights of a token's experts sum to 1"});
+  fields.push_back({"model", "route_scale", &m.route_scale, "factor of these weights", positive()});
+  fields.push_back({"model", "aux_loss_weight", &m.aux_loss_weight, "factor of the balancing loss (0: none)", real(0, 1e3)});
+  fields.push_back({"model", "bias_update_speed", &m.bias_update_speed, "step of the bias that balances the experts (0: no bias)",
+                    real(0, 1)});
+}
+
 void add_data_and_train(std::vector<Field>& fields, DataConfig& d, LoopConfig& t) {
   fields.push_back({"data", "path", &d.path, "text file, or folder that is read recursively"});
   fields.push_back({"data", "seq_len", &d.seq_len, "tokens in one training sequence", at_least(1)});
@@ -74,11 +89,16 @@ void add_optim(std::vector<Field>& fields, OptimConfig& o) {
 void add_parallel_and_precision(std::vector<Field>& fields, ParallelConfig& p, PrecisionConfig& d) {
   fields.push_back({"parallel", "dp_replicate", &p.dp_replicate, "copies of the sharded model (HSDP when > 1)", at_least(1)});
   fields.push_back({"parallel", "dp_shard", &p.dp_shard, "ranks that share one copy (-1: all that are left)", at_least(-1)});
+  fields.push_back({"parallel", "tp", &p.tp, "ranks that cut matrices, heads and vocabulary", at_least(1)});
+  fields.push_back({"parallel", "cp", &p.cp, "ranks that share each sequence", at_least(1)});
+  fields.push_back({"parallel", "ep", &p.ep, "ranks that share out the experts, among all that share one copy", at_least(1)});
+  fields.push_back(
+      {"parallel", "sequence_parallel", &p.sequence_parallel, "the ranks of tp have parts of the sequence where nothing is cut"});
   fields.push_back({"parallel", "layout", &p.layout, "how a unit is cut", one_of({"ragged", "per_parameter"})});
   fields.push_back({"parallel", "reshard_after_forward", &p.reshard_after_forward,
                     "free the gathered weights after forward: less memory, one more gather"});
   fields.push_back({"parallel", "reshard_ranks", &p.reshard_ranks,
-                    "cut them over so many consecutive ranks instead (0: over all of dp_shard)", at_least(0)});
+                    "cut them over so many consecutive ranks instead (0: over all that share one copy)", at_least(0)});
   fields.push_back({"parallel", "memory_budget_mb", &p.memory_budget_mb,
                     "keep them after forward as long as the engine fits in (0: no budget)", real(0, 1e9)});
   fields.push_back({"parallel",
@@ -150,6 +170,7 @@ Overloaded(Ts...) -> Overloaded<Ts...>;
 std::vector<Field> fields_of(Config& config) {
   std::vector<Field> fields;
   add_model(fields, config.model);
+  add_experts(fields, config.model);
   add_data_and_train(fields, config.data, config.train);
   add_optim(fields, config.optim);
   add_parallel_and_precision(fields, config.parallel, config.precision);

@@ -38,5 +38,7 @@ struct Field {
 void check_rule(const Field& field, const std::string& where);
 /// Sets the field from text (command line): numbers and booleans as in TOML, strings bare or quoted, lists as in TOML.
 void assign_text(const Field& field, const std::string& text, const std::string& where);
+/// ValueError where the settings of experts and of [parallel] tp, cp and ep contradict each other.
+void check_experts(const Config& config);
 
 }  // namespace hyper_parallel::train

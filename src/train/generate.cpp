@@ -36,7 +36,8 @@ std::string generate(Llama& model, const std::string& prompt, const SampleConfig
     const std::int64_t length = std::min(context, static_cast<std::int64_t>(tokens.size()));
     const torch::ArrayRef<std::int64_t> last(&tokens.back() + 1 - length, static_cast<std::size_t>(length));
     const torch::Tensor window = torch::tensor(last);
-    const torch::Tensor logits = model(window.unsqueeze(0)).select(1, length - 1).to(torch::kFloat).contiguous();
+    const torch::Tensor logits =
+        model->whole_logits(model(window.unsqueeze(0)), length).select(1, length - 1).to(torch::kFloat).contiguous();
     const std::span<const float> row(logits.const_data_ptr<float>(), static_cast<std::size_t>(ByteTokenizer::kVocabSize));
     tokens.push_back(draw(row, config.temperature, config.top_k, random));
   }

@@ -5,83 +5,95 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <cmath>
+#include <utility>
 
+#include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/nn/checkpoint.h>
+#include <hyper_parallel/parallel/functions.h>
 
 namespace hyper_parallel::train {
 namespace {
 
 constexpr double kInitStd = 0.02;
 
-torch::nn::Linear linear(std::int64_t in, std::int64_t out) {
-  return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
+namespace pl = parallel;
+
+pl::MoEOptions moe_options(const ModelConfig& c, const LlamaParallel& meshes) {
+  const bool balanced = c.aux_loss_weight > 0 || c.bias_update_speed > 0;
+  return {.n_experts = c.n_experts,
+          .top_k = c.top_k,
+          .ffn_dim = c.expert_ffn_dim,
+          .shared_ffn_dim = c.shared_ffn_dim,
+          .score = c.router == "sigmoid" ? pl::RouterScore::kSigmoid : pl::RouterScore::kSoftmax,
+          .normalize_weights = c.norm_topk_prob,
+          .route_scale = c.route_scale,
+          .aux_loss_weight = c.aux_loss_weight,
+          .bias_update_speed = c.bias_update_speed,
+          .ep_mesh = meshes.ep,
+          .tp_mesh = meshes.tp,
+          .split_tokens = meshes.tp.defined(),
+          .balance_mesh = balanced ? meshes.balance : DeviceMesh(),
+          .sequence_parallel = meshes.sequence_parallel};
 }
 
-torch::Tensor rotate(const torch::Tensor& x, const torch::Tensor& cos, const torch::Tensor& sin) {
-  const std::vector<torch::Tensor> halves = x.chunk(2, -1);
-  return x * cos + torch::cat({-halves[1], halves[0]}, -1) * sin;
+pl::ParallelRMSNorm norm_of(const ModelConfig& c, const LlamaParallel& meshes) {
+  const pl::ParallelNormOptions options{.mesh = meshes.tp, .sequence_parallel = meshes.sequence_parallel, .eps = c.norm_eps};
+  return pl::ParallelRMSNorm(c.dim, options);
 }
+
+bool alone(const Comm& comm) { return !comm.defined() || comm.size() == 1; }
 
 }  // namespace
 
-RMSNormImpl::RMSNormImpl(std::int64_t dim, double norm_eps)
-    : weight(register_parameter("weight", torch::ones({dim}))), eps(norm_eps) {}
-
-torch::Tensor RMSNormImpl::forward(torch::Tensor x) { return at::rms_norm(x, weight.sizes(), weight, eps); }
-
-LlamaAttentionImpl::LlamaAttentionImpl(const ModelConfig& c)
-    : n_heads(c.n_heads), n_kv_heads(c.n_kv_heads > 0 ? c.n_kv_heads : c.n_heads), head_dim(c.dim / c.n_heads) {
-  q_proj = register_module("q_proj", linear(c.dim, n_heads * head_dim));
-  k_proj = register_module("k_proj", linear(c.dim, n_kv_heads * head_dim));
-  v_proj = register_module("v_proj", linear(c.dim, n_kv_heads * head_dim));
-  o_proj = register_module("o_proj", linear(n_heads * head_dim, c.dim));
+LlamaBlockImpl::LlamaBlockImpl(const ModelConfig& c, const LlamaParallel& meshes, std::int64_t layer) {
+  input_layernorm = register_module("input_layernorm", norm_of(c, meshes));
+  self_attn = register_module(
+      "self_attn", pl::ParallelAttention(c.dim, pl::ParallelAttentionOptions{.n_heads = c.n_heads,
+                                                                             .n_kv_heads = c.n_kv_heads,
+                                                                             .mesh = meshes.tp,
+                                                                             .sequence_parallel = meshes.sequence_parallel,
+                                                                             .cp_mesh = meshes.cp}));
+  post_attention_layernorm = register_module("post_attention_layernorm", norm_of(c, meshes));
+  if (has_experts(c, layer)) {
+    moe = register_module("mlp", pl::MixtureOfExperts(c.dim, moe_options(c, meshes)));
+  } else {
+    const pl::ParallelSwiGLUOptions options{.mesh = meshes.tp, .sequence_parallel = meshes.sequence_parallel};
+    mlp = register_module("mlp", pl::ParallelSwiGLU(c.dim, c.ffn_dim, options));
+  }
 }
 
-torch::Tensor LlamaAttentionImpl::forward(torch::Tensor x, torch::Tensor cos, torch::Tensor sin) {
-  const std::int64_t batch = x.size(0), length = x.size(1);
-  auto heads = [&](const torch::Tensor& t, std::int64_t n) { return t.view({batch, length, n, head_dim}).transpose(1, 2); };
-  const torch::Tensor q = rotate(heads(q_proj(x), n_heads), cos, sin);
-  const torch::Tensor k = rotate(heads(k_proj(x), n_kv_heads), cos, sin);
-  const torch::Tensor v = heads(v_proj(x), n_kv_heads);
-  const torch::Tensor mixed = at::scaled_dot_product_attention(q, k, v, /*attn_mask=*/{}, /*dropout_p=*/0.0, /*is_causal=*/true,
-                                                               /*scale=*/std::nullopt, /*enable_gqa=*/n_kv_heads != n_heads);
-  return o_proj(mixed.transpose(1, 2).reshape({batch, length, n_heads * head_dim}));
+pl::MoEOutput LlamaBlockImpl::forward(torch::Tensor x, pl::AttentionArguments arguments) {
+  const std::int64_t length = arguments.sequence_length;
+  x = x + self_attn(input_layernorm(x), arguments);
+  const torch::Tensor h = post_attention_layernorm(x);
+  if (moe.is_empty()) return {.output = x + mlp(h, length), .aux_loss = {}};
+  pl::MoEOutput result = moe(h, length);
+  result.output = x + result.output;
+  return result;
 }
 
-LlamaMLPImpl::LlamaMLPImpl(const ModelConfig& c) {
-  gate_proj = register_module("gate_proj", linear(c.dim, c.ffn_dim));
-  up_proj = register_module("up_proj", linear(c.dim, c.ffn_dim));
-  down_proj = register_module("down_proj", linear(c.ffn_dim, c.dim));
-}
-
-torch::Tensor LlamaMLPImpl::forward(torch::Tensor x) { return down_proj(torch::silu(gate_proj(x)) * up_proj(x)); }
-
-LlamaBlockImpl::LlamaBlockImpl(const ModelConfig& c) {
-  input_layernorm = register_module("input_layernorm", RMSNorm(c.dim, c.norm_eps));
-  self_attn = register_module("self_attn", LlamaAttention(c));
-  post_attention_layernorm = register_module("post_attention_layernorm", RMSNorm(c.dim, c.norm_eps));
-  mlp = register_module("mlp", LlamaMLP(c));
-}
-
-torch::Tensor LlamaBlockImpl::forward(torch::Tensor x, torch::Tensor cos, torch::Tensor sin) {
-  x = x + self_attn(input_layernorm(x), cos, sin);
-  return x + mlp(post_attention_layernorm(x));
-}
-
-LlamaImpl::LlamaImpl(const ModelConfig& model_config, std::uint64_t seed) : config(model_config) {
+LlamaImpl::LlamaImpl(const ModelConfig& model_config, std::uint64_t seed, LlamaParallel llama_meshes)
+    : config(model_config), meshes(std::move(llama_meshes)) {
   const ModelConfig& c = config;
   check_value(c.n_heads > 0 && c.dim % c.n_heads == 0 && c.dim / c.n_heads % 2 == 0, "Llama", "dim ", c.dim, " and n_heads ",
               c.n_heads, ", want an even dim / n_heads");
   check_value(c.n_kv_heads == 0 || (c.n_kv_heads > 0 && c.n_heads % c.n_kv_heads == 0), "Llama", "n_kv_heads ", c.n_kv_heads,
               ", want a divisor of n_heads ", c.n_heads);
-  embed_tokens = register_module("embed_tokens", nn::Embedding(torch::nn::EmbeddingOptions(c.vocab_size, c.dim)));
+  check_value(meshes.tp.defined() || !meshes.sequence_parallel, "Llama", "sequence_parallel without tp, want both or neither");
+  if (meshes.tp.defined()) tp_ = meshes.tp.get_group();
+  if (meshes.cp.defined()) cp_ = meshes.cp.get_group();
+  const pl::ParallelEmbeddingOptions table{.mesh = meshes.tp, .sequence_parallel = meshes.sequence_parallel};
+  embed_tokens = register_module("embed_tokens", pl::VocabParallelEmbedding(c.vocab_size, c.dim, table));
   torch::nn::ModuleList list = register_module("layers", torch::nn::ModuleList());
   for (std::int64_t i = 0; i < c.n_layers; ++i) {
-    layers.emplace_back(c);
+    layers.emplace_back(c, meshes, i);
     list->push_back(layers.back().ptr());
   }
-  norm = register_module("norm", RMSNorm(c.dim, c.norm_eps));
-  if (!c.tied) lm_head = register_module("lm_head", nn::Linear(torch::nn::LinearOptions(c.dim, c.vocab_size).bias(false)));
+  norm = register_module("norm", norm_of(c, meshes));
+  if (!c.tied) {
+    const pl::ParallelLinearOptions head{.mesh = meshes.tp, .bias = false, .sequence_parallel = meshes.sequence_parallel};
+    lm_head = register_module("lm_head", pl::ColumnParallelLinear(c.dim, c.vocab_size, head));
+  }
   reset_parameters(seed);
 
   const std::int64_t head_dim = c.dim / c.n_heads;
@@ -96,31 +108,96 @@ LlamaImpl::LlamaImpl(const ModelConfig& model_config, std::uint64_t seed) : conf
 void LlamaImpl::reset_parameters(std::uint64_t seed) {
   const torch::NoGradGuard no_grad;
   at::Generator generator = at::detail::createCPUGenerator(seed);
-  for (auto& item : named_parameters()) init_parameter(item.key(), item.value(), generator);
+  for (const auto& child : named_children()) {  // not of *this, which nobody holds while it is being built
+    const pl::ParameterCuts cuts = pl::parameter_cuts(*child.value());
+    for (auto& item : child.value()->named_parameters()) {
+      const std::string name = concat(child.key(), '.', item.key());
+      pl::reset_part(cuts.at(item.key()), item.value(), [&](torch::Tensor& whole) { init_parameter(name, whole, generator); });
+    }
+  }
 }
 
 void LlamaImpl::init_parameter(const std::string& name, torch::Tensor& whole, at::Generator& generator) const {
-  const bool residual = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
+  const bool residual =
+      name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") || name.ends_with("experts.down_proj");
   const double residual_std = kInitStd / std::sqrt(2.0 * static_cast<double>(config.n_layers));
-  if (whole.dim() == 2)
+  if (whole.dim() >= 2)
     whole.normal_(0.0, residual ? residual_std : kInitStd, generator);
   else
     whole.fill_(1.0);
+}
+
+pl::SequenceSplit LlamaImpl::split_of(std::int64_t length) const { return {length, alone(cp_) ? 1 : cp_.size()}; }
+
+torch::Tensor LlamaImpl::tied_logits(torch::Tensor x, std::int64_t length) const {
+  constexpr const char* kLabel = "tied lm_head";
+  if (!meshes.sequence_parallel) {
+    x = pl::identity_all_reduce(x, tp_, kLabel);
+  } else {
+    x = pl::all_gather_reduce_scatter(x, tp_, {1, pl::ceil_chunks(length, tp_.size()), kLabel});
+  }
+  return at::linear(x, embed_tokens->weight);
 }
 
 torch::Tensor LlamaImpl::forward(torch::Tensor tokens) {
   const std::int64_t length = tokens.size(1);
   check_value(length <= config.max_seq_len, "Llama", "sequence of ", length,
               " tokens, want at most max_seq_len = ", config.max_seq_len);
+  torch::Tensor c = cos.narrow(0, 0, length), s = sin.narrow(0, 0, length);
+  if (!alone(cp_)) {
+    const pl::SequenceSplit split = split_of(length);
+    tokens = split.part(tokens, 1, cp_.rank());
+    c = split.part(c, 0, cp_.rank());
+    s = split.part(s, 0, cp_.rank());
+  }
+  const std::int64_t own = tokens.size(1);
   torch::Tensor x = embed_tokens(tokens);
-  const torch::Tensor c = cos.narrow(0, 0, length).to(x.options()), s = sin.narrow(0, 0, length).to(x.options());
+  const pl::AttentionArguments arguments{
+      .cos = c.to(x.options()), .sin = s.to(x.options()), .sequence_length = own, .context_length = length};
+  aux_loss_ = torch::Tensor();
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const bool again = checkpoint_every > 0 && static_cast<std::int64_t>(i) % checkpoint_every == 0;
     // A block draws no random numbers.
-    x = again ? checkpoint({.preserve_rng_state = false}, layers[i], x, c, s) : layers[i](x, c, s);
+    const auto [output, aux] =
+        again ? checkpoint({.preserve_rng_state = false}, layers[i], x, arguments) : layers[i](x, arguments);
+    x = output;
+    if (aux.defined()) aux_loss_ = aux_loss_.defined() ? aux_loss_ + aux : aux;
   }
   x = norm(x);
-  return config.tied ? at::linear(x, embed_tokens->weight) : lm_head(x);
+  return config.tied ? tied_logits(x, own) : lm_head(x, own);
+}
+
+torch::Tensor LlamaImpl::whole_logits(const torch::Tensor& logits, std::int64_t length) const {
+  const torch::NoGradGuard no_grad;
+  torch::Tensor all = logits;
+  if (!alone(tp_)) all = pl::all_gather_split(all, tp_, {-1, pl::ceil_chunks(config.vocab_size, tp_.size()), "logits"});
+  if (alone(cp_)) return all;
+  const pl::SequenceSplit split = split_of(length);
+  return split.restore(pl::all_gather_split(all, cp_, {1, split.lengths(), "logits"}), 1);
+}
+
+torch::Tensor LlamaImpl::loss(const torch::Tensor& logits, const torch::Tensor& targets) const {
+  if (alone(tp_) && alone(cp_)) return next_token_loss(logits, targets);
+  const torch::Tensor own = alone(cp_) ? targets : split_of(targets.size(1)).part(targets, 1, cp_.rank());
+  torch::Tensor sum;
+  if (alone(tp_)) {
+    sum = at::cross_entropy_loss(logits.to(torch::kFloat).reshape({-1, config.vocab_size}), own.reshape({-1}), {},
+                                 at::Reduction::Sum);
+  } else {
+    sum = pl::parallel_cross_entropy(logits, own,
+                                     {.mesh = meshes.tp, .vocab_size = config.vocab_size, .reduction = pl::LossReduction::kSum});
+  }
+  // Ranks of cp may have different numbers of tokens: each counts with its sum.
+  const int sharing = alone(cp_) ? 1 : cp_.size();
+  return sum * (static_cast<double>(sharing) / static_cast<double>(targets.numel()));
+}
+
+torch::Tensor LlamaImpl::take_aux_loss() { return std::exchange(aux_loss_, torch::Tensor()); }
+
+void LlamaImpl::update_expert_bias() {
+  for (LlamaBlock& layer : layers) {
+    if (!layer->moe.is_empty()) layer->moe->update_bias();
+  }
 }
 
 torch::Tensor next_token_loss(const torch::Tensor& logits, const torch::Tensor& targets) {

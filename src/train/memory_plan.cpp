@@ -1,5 +1,7 @@
 #include <hyper_parallel/train/memory_plan.h>
 
+#include <algorithm>
+
 namespace hyper_parallel::train {
 namespace {
 
@@ -7,17 +9,47 @@ std::int64_t bytes_of(const std::string& dtype) { return dtype == "float32" ? 4 
 
 std::int64_t kv_dim(const ModelConfig& m) { return m.dim / m.n_heads * (m.n_kv_heads > 0 ? m.n_kv_heads : m.n_heads); }
 
-// Elements that plain autograd keeps of one token: per block the inputs of both norms and of their products (10 dim in all), keys
-// and values, and the four tensors of the SwiGLU; a block that is computed again keeps its input alone, and one of those is back
-// at a time; then the logits in the compute dtype, their log-softmax and its gradient.
-std::int64_t activation_bytes(const Config& config, std::int64_t tokens) {
+std::int64_t experts_of(const ModelConfig& m) { return m.n_experts * 3 * m.dim * m.expert_ffn_dim; }
+
+// The matrices of a block but for routers and stacks of experts.
+std::int64_t plain_matrices(const ModelConfig& m, std::int64_t layer) {
+  const std::int64_t attention = 2 * m.dim * m.dim + 2 * m.dim * kv_dim(m);
+  return attention + 3 * m.dim * (has_experts(m, layer) ? m.shared_ffn_dim : m.ffn_dim);
+}
+
+std::int64_t router_of(const ModelConfig& m, std::int64_t layer) { return has_experts(m, layer) ? m.n_experts * m.dim : 0; }
+
+/// What `ranks` cut, at most.
+std::int64_t cut(std::int64_t n, std::int64_t ranks) { return (n + ranks - 1) / ranks; }
+
+// Elements that plain autograd keeps of one token of one block: the inputs of both norms and of their products (10 dim in all),
+// keys and values, and the four tensors of the SwiGLU. With experts, for each of the top_k that a token visits: its row on the
+// way in and out, and the SwiGLU; ranks of tp have a part of the tokens, those of ep as many rows as they have sent if the
+// experts are balanced. Keys and values are gathered over cp.
+std::int64_t block_elements(const ModelConfig& m, const BatchPlan& batches, bool sequence_parallel, std::int64_t layer) {
+  const std::int64_t tp = batches.tp;
+  const std::int64_t stream = sequence_parallel ? cut(6 * m.dim, tp) + 2 * m.dim : 8 * m.dim;
+  const std::int64_t attention = cut(2 * m.dim, tp) + cut(2 * kv_dim(m) * (batches.cp > 1 ? batches.cp + 1 : 1), tp);
+  if (!has_experts(m, layer)) return stream + attention + cut(4 * m.ffn_dim, tp);
+  return stream + attention + cut(4 * m.shared_ffn_dim, tp) + cut(m.top_k * (4 * m.dim + 4 * m.expert_ffn_dim), tp) + m.n_experts;
+}
+
+// A block that is computed again keeps its input alone, and one of those is back at a time; then the logits in the compute dtype,
+// their log-softmax and its gradient.
+std::int64_t activation_bytes(const Config& config, const BatchPlan& batches) {
   const ModelConfig& m = config.model;
   const std::int64_t width = bytes_of(config.precision.param_dtype);
-  const std::int64_t block = 10 * m.dim + 2 * kv_dim(m) + 4 * m.ffn_dim;
+  const std::int64_t tokens = batches.micro_batch * cut(config.data.seq_len, batches.cp);
   const std::int64_t every = checkpoint_every(config.train.activation_checkpoint);
-  const std::int64_t again = every == 0 ? 0 : (m.n_layers + every - 1) / every;
-  const std::int64_t kept = (m.n_layers - again) * block + again * m.dim + (again > 0 ? block : 0);
-  return tokens * (kept * width + m.vocab_size * (width + 8));
+  const bool sequence_parallel = config.parallel.sequence_parallel;
+  std::int64_t kept = 0, largest = 0;
+  for (std::int64_t i = 0; i < m.n_layers; ++i) {
+    const std::int64_t block = block_elements(m, batches, sequence_parallel, i);
+    const bool again = every > 0 && i % every == 0;
+    kept += again ? (sequence_parallel ? cut(m.dim, batches.tp) : m.dim) : block;
+    if (again) largest = std::max(largest, block);
+  }
+  return tokens * ((kept + largest) * width + cut(m.vocab_size, batches.tp) * (width + 8));
 }
 
 }  // namespace
@@ -25,12 +57,15 @@ std::int64_t activation_bytes(const Config& config, std::int64_t tokens) {
 std::vector<UnitSize> llama_units(const ModelConfig& m) {
   std::vector<UnitSize> units;
   const std::int64_t embedding = m.vocab_size * m.dim;
-  const std::int64_t block = 2 * m.dim + 2 * m.dim * m.dim + 2 * m.dim * kv_dim(m) + 3 * m.dim * m.ffn_dim;
   if (m.tied)
     units.push_back({"(root)", embedding + m.dim});
   else
     units.push_back({"embed_tokens", embedding});
-  for (std::int64_t i = 0; i < m.n_layers; ++i) units.push_back({concat("layers.", i), block});
+  for (std::int64_t i = 0; i < m.n_layers; ++i) {
+    const std::string name = concat("layers.", i);
+    units.push_back({name, 2 * m.dim + plain_matrices(m, i) + router_of(m, i)});
+    if (has_experts(m, i)) units.push_back({name + ".mlp.experts", experts_of(m)});
+  }
   if (!m.tied) units.push_back({"norm, lm_head", embedding + m.dim});
   return units;
 }
@@ -50,7 +85,8 @@ std::int64_t optimizer_bytes(const Config& config) {
   const OptimConfig& o = config.optim;
   const std::int64_t count = parameter_count(m);
   const std::int64_t averages = o.ema_decay > 0 ? 4 * count : 0;
-  const std::int64_t matrices = m.n_layers * (2 * m.dim * m.dim + 2 * m.dim * kv_dim(m) + 3 * m.dim * m.ffn_dim);
+  std::int64_t matrices = 0;
+  for (std::int64_t i = 0; i < m.n_layers; ++i) matrices += plain_matrices(m, i);
   std::int64_t elements = 2 * count;
   if (o.optimizer == "sgd") elements = o.momentum > 0 ? count : 0;
   if (o.optimizer == "muon") elements -= matrices;  // one momentum instead of two moments
@@ -59,7 +95,7 @@ std::int64_t optimizer_bytes(const Config& config) {
 
 MemoryPlan plan_memory(const Config& config, const BatchPlan& batches, const EngineBytes& engine) {
   MemoryPlan plan{.engine = engine};
-  plan.activations = activation_bytes(config, batches.micro_batch * config.data.seq_len);
+  plan.activations = activation_bytes(config, batches);
   return plan;
 }
 

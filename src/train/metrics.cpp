@@ -33,6 +33,7 @@ void MetricsFile::write(const StepMetrics& m) {
   json["tokens"] = m.tokens;
   json["epoch"] = number(m.epoch);
   json["loss"] = number(m.loss);
+  if (m.aux_loss) json["aux_loss"] = number(*m.aux_loss);
   json["grad_norm"] = number(m.grad_norm);
   json["loss_scale"] = number(m.loss_scale);
   json["lr"] = number(m.lr);

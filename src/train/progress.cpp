@@ -49,14 +49,18 @@ std::string memory_table(const Config& config, const BatchPlan& batches, const E
   const MemoryPlan plan = plan_memory(config, batches, engine);
   const std::int64_t count = parameter_count(config.model);
   std::string text = fmt::format("Model      {} parameters in {} units\n", format_count(count), llama_units(config.model).size());
-  text += fmt::format("Memory plan of one of {} ranks ({} shards x {} replicas)\n", batches.dp_shard * batches.dp_replicate,
-                      batches.dp_shard, batches.dp_replicate);
+  std::string axes = fmt::format("{} shards x {} replicas", batches.dp_shard * batches.cp, batches.dp_replicate);
+  if (batches.cp > 1) axes += fmt::format(", cp {}", batches.cp);
+  if (batches.tp > 1) axes += fmt::format(", tp {}", batches.tp);
+  if (batches.ep > 1) axes += fmt::format(", ep {}", batches.ep);
+  text += fmt::format("Memory plan of one of {} ranks ({})\n", batches.world(), axes);
   const std::pair<const char*, std::int64_t> rows[] = {
       {"parameter shards", engine.shards},          {"gradient shards", engine.gradients},
       {"optimizer state", engine.optimizer_state},  {"gather and reduce buffers", engine.pool},
       {"activations (estimate)", plan.activations}, {"total, without torch itself", plan.total()}};
   for (const auto& [name, bytes] : rows) text += fmt::format("  {:<28} {:>10}\n", name, format_bytes(bytes));
-  const std::int64_t whole = 2 * 4 * count + optimizer_bytes(config) + plan.activations;
+  const MemoryPlan uncut = plan_memory(config, {.micro_batch = batches.micro_batch}, {});
+  const std::int64_t whole = 2 * 4 * count + optimizer_bytes(config) + uncut.activations;
   text += fmt::format("  {:<28} {:>10}\n", "the same without sharding", format_bytes(whole));
   return text;
 }

@@ -22,6 +22,7 @@
 
 #include "train/batches.h"
 #include "train/dtypes.h"
+#include "train/meshes.h"
 #include "train/trace_window.h"
 #include "train/updater.h"
 
@@ -54,11 +55,6 @@ FullyShardOptions shard_options(const Config& config, const DeviceMesh& mesh) {
   return options;
 }
 
-DeviceMesh make_mesh(const BatchPlan& plan) {
-  if (plan.dp_replicate == 1) return init_device_mesh("cpu", {plan.dp_shard}, {"dp_shard"});
-  return init_device_mesh("cpu", {plan.dp_replicate, plan.dp_shard}, {"dp_replicate", "dp_shard"});
-}
-
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
   std::istringstream in(text);
@@ -76,8 +72,27 @@ void write_file(const fs::path& file, const std::string& text) {
 // What the ranks tell each other after a step.
 struct Shared {
   double loss = 0;     // mean over the ranks
+  double aux = 0;      // likewise
   double seconds = 0;  // since the start of the loop, by rank 0's clock
   double memory = 0;   // largest
+};
+
+// Losses of one step on this rank: the mean over the ranks is that of all tokens.
+struct StepLoss {
+  double tokens = 0;   // cross entropy
+  double balance = 0;  // auxiliary loss of the experts
+};
+
+// What runs in it is no training: experts do not count their tokens.
+class Evaluation {
+ public:
+  explicit Evaluation(Llama model) : model_(std::move(model)) { model_->eval(); }
+  ~Evaluation() { model_->train(); }
+  Evaluation(const Evaluation&) = delete;
+  Evaluation& operator=(const Evaluation&) = delete;
+
+ private:
+  Llama model_;
 };
 
 // For what is computed from data that all ranks share: a mistake found there is found by all of them.
@@ -125,8 +140,9 @@ class Trainer {
     on_all_ranks_alike([&] {
       comm_.check_same("config", lines_of(to_toml(config_)), {.label = "hp-train"});
       plan_ = plan_batches(config_, world_.size());
+      meshes_ = make_meshes(config_, plan_);
     });
-    agree_on(comm_, [&] { batches_.emplace(config_, plan_, world_.rank()); });
+    agree_on(comm_, [&] { batches_.emplace(config_, plan_, meshes_.data_rank); });
     on_all_ranks_alike(
         [&] { comm_.check_same("data", {concat("bytes of the text: ", batches_->corpus().size())}, {.label = "hp-train"}); });
     agree_on(comm_, [&] { open_files(); });
@@ -150,8 +166,8 @@ class Trainer {
 
   Batch next_batch();
   void begin_micro_batch(bool last);
-  double forward_backward();
-  Shared share(double loss);
+  StepLoss forward_backward();
+  Shared share(const StepLoss& loss);
   double validate(std::int64_t step);
   [[nodiscard]] double eta(std::int64_t step, double elapsed) const;
 
@@ -159,6 +175,7 @@ class Trainer {
   World world_;
   Comm comm_;
   BatchPlan plan_;
+  TrainMeshes meshes_;
   Schedule schedule_;
   Progress progress_;
   std::optional<Batches> batches_;
@@ -190,7 +207,7 @@ void Trainer::announce() {
                          " file(s): ", format_count(splits.train.tokens()), " to train on, ",
                          format_count(splits.validation.tokens()), " to validate on"));
   progress_.print(concat("Batch      ", config_.train.batch_size, " sequences of ", config_.data.seq_len, " tokens = ",
-                         world_.size(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
+                         plan_.data_ranks(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
   begin_micro_batch(true);
   const std::string kind = plan_.accumulation > 1 ? accumulation_of(config_.parallel) : "each";
   const fsdp::MemoryUse engine = root_.plan_memory({.local = kind == "local", .partial = kind == "partial"});
@@ -202,10 +219,10 @@ void Trainer::announce() {
 void Trainer::build() {
   {
     const MetaInit no_memory;
-    model_ = Llama(config_.model);
+    model_ = Llama(config_.model, std::uint64_t{0}, meshes_.model);
   }
   model_->checkpoint_every = checkpoint_every(config_.train.activation_checkpoint);
-  root_ = fully_shard_llama(model_, shard_options(config_, make_mesh(plan_)));
+  root_ = fully_shard_llama(model_, shard_options(config_, meshes_.dense), meshes_.experts);
   init_llama(model_, root_, static_cast<std::uint64_t>(config_.train.seed));
   updater_.emplace(config_, root_);
 }
@@ -226,30 +243,37 @@ void Trainer::begin_micro_batch(bool last) {
   root_.set_requires_all_reduce(kind != "partial" || last);
 }
 
-double Trainer::forward_backward() {
-  double loss_sum = 0;
+StepLoss Trainer::forward_backward() {
+  StepLoss sum;
   for (std::int64_t micro = 0; micro < plan_.accumulation; ++micro) {
     begin_micro_batch(micro + 1 == plan_.accumulation);
     const Batch batch = next_batch();
-    const torch::Tensor loss = next_token_loss(model_(batch.inputs), batch.targets) / static_cast<double>(plan_.accumulation);
-    updater_->scaled(loss).backward();
-    loss_sum += loss.item<double>();
+    const torch::Tensor loss = model_->loss(model_(batch.inputs), batch.targets) / static_cast<double>(plan_.accumulation);
+    sum.tokens += loss.item<double>();
+    torch::Tensor total = loss;
+    if (const torch::Tensor aux = model_->take_aux_loss(); aux.defined()) {
+      const torch::Tensor balance = aux / static_cast<double>(plan_.accumulation);
+      sum.balance += balance.item<double>();
+      total = loss + balance;
+    }
+    updater_->scaled(total).backward();
   }
-  return loss_sum;
+  return sum;
 }
 
-Shared Trainer::share(double loss) {
+Shared Trainer::share(const StepLoss& loss) {
   const trace::Span span("metrics");
-  const torch::Tensor mine =
-      torch::tensor({loss, seconds_since(loop_begin_), static_cast<double>(resident_bytes())}, torch::kDouble);
-  const torch::Tensor all = torch::empty({world_.size(), 3}, torch::kDouble);
+  const torch::Tensor mine = torch::tensor(
+      {loss.tokens, loss.balance, seconds_since(loop_begin_), static_cast<double>(resident_bytes())}, torch::kDouble);
+  const torch::Tensor all = torch::empty({world_.size(), mine.numel()}, torch::kDouble);
   comm_.all_gather_single(all, mine, {.label = "step metrics"}).wait();
   Shared shared;
   for (int rank = 0; rank < world_.size(); ++rank) {
-    const double* row = all.const_data_ptr<double>() + 3 * rank;
+    const double* row = all.const_data_ptr<double>() + mine.numel() * rank;
     shared.loss += row[0] / world_.size();
-    shared.memory = std::max(shared.memory, row[2]);
-    if (rank == 0) shared.seconds = row[1];
+    shared.aux += row[1] / world_.size();
+    shared.memory = std::max(shared.memory, row[3]);
+    if (rank == 0) shared.seconds = row[2];
   }
   return shared;
 }
@@ -259,6 +283,7 @@ double Trainer::validate(std::int64_t step) {
   const trace::Span span("validate");
   const torch::NoGradGuard no_grad;
   const Updater::Averages averages = updater_->averages();
+  const Evaluation evaluation(model_);
   const Clock::time_point begin = Clock::now();
   double sum = 0;
   for (std::int64_t round = 0; round < batches_->validation_rounds(); ++round) {
@@ -266,12 +291,12 @@ double Trainer::validate(std::int64_t step) {
     const Batch batch = batches_->validation(round, &real);
     const torch::Tensor logits = model_(batch.inputs);
     if (real > 0)
-      sum +=
-          next_token_loss(logits.narrow(0, 0, real), batch.targets.narrow(0, 0, real)).item<double>() * static_cast<double>(real);
+      sum += model_->loss(logits.narrow(0, 0, real), batch.targets.narrow(0, 0, real)).item<double>() * static_cast<double>(real);
   }
   const torch::Tensor total = torch::tensor({sum}, torch::kDouble);
   comm_.all_reduce(total, {.label = "validation loss"}).wait();
-  const double loss = total.item<double>() / static_cast<double>(batches_->validation_windows());
+  // Ranks of tp and cp count the same sequences.
+  const double loss = total.item<double>() / static_cast<double>(plan_.cp * plan_.tp * batches_->validation_windows());
   metrics_.write_validation(step, loss, seconds_since(begin));
   if (world_.rank() == 0) plot_.validation.push_back({static_cast<double>(step), loss});
   progress_.print(concat("step ", step, "  validation loss ", std::to_string(loss), "  (", batches_->validation_windows(),
@@ -298,11 +323,12 @@ void Trainer::loop() {
     const Clock::time_point begin = Clock::now();
     if (step <= schedule_.warmup_steps) warmup_seconds = elapsed;
     StepMetrics m;
-    const double loss = forward_backward();
+    const StepLoss loss = forward_backward();
     m.lr = schedule_.at(step, elapsed, warmup_seconds);
     const Updater::Outcome update = updater_->step(m.lr);
     m.grad_norm = update.grad_norm;
     m.loss_scale = update.loss_scale;
+    model_->update_expert_bias();
     const Shared shared = share(loss);
     span.reset();
     const double step_seconds = seconds_since(begin);
@@ -312,6 +338,7 @@ void Trainer::loop() {
     m.tokens = m.step * step_tokens;
     m.epoch = batches_->sampler().epoch();
     m.loss = shared.loss;
+    if (config_.model.aux_loss_weight > 0) m.aux_loss = shared.aux;
     m.memory = static_cast<std::int64_t>(shared.memory);
     m.step_ms = 1000 * step_seconds;
     m.tokens_per_s = static_cast<double>(step_tokens) / step_seconds;
@@ -338,6 +365,7 @@ void Trainer::loop() {
 std::string Trainer::sample() {
   std::string text;
   const Updater::Averages averages = updater_->averages();
+  const Evaluation evaluation(model_);
   for (std::size_t i = 0; i < config_.sample.prompts.size(); ++i) {
     const auto seed = static_cast<std::uint64_t>(config_.train.seed) + i;
     const std::string sample = printable(generate(model_, config_.sample.prompts[i], config_.sample, config_.data.seq_len, seed));

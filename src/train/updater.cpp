@@ -14,7 +14,8 @@
 namespace hyper_parallel::train {
 namespace {
 
-/// Weight decay for matrices only; Muon with the update size of AdamW, so that one rate serves both.
+/// Weight decay for matrices only; Muon with the update size of AdamW, so that one rate serves both. Routers and stacks of
+/// experts, which are no single matrices, stay with AdamW.
 std::unique_ptr<optim::FlatOptimizer> make_optimizer(const OptimConfig& o, const HSDPModule& root) {
   const optim::ParameterPredicate is_matrix = [](const std::string&, const std::vector<std::int64_t>& shape) {
     return shape.size() > 1;
@@ -40,7 +41,7 @@ std::unique_ptr<optim::FlatOptimizer> make_optimizer(const OptimConfig& o, const
   muon.state_dtype = state_dtype;
   muon.adjust_lr_fn = optim::MuonLr::kMatchRmsAdamW;
   muon.matrices = [](const std::string& name, const std::vector<std::int64_t>& shape) {
-    return name.starts_with("layers.") && shape.size() == 2;
+    return name.starts_with("layers.") && shape.size() == 2 && !name.ends_with("router.weight");
   };
   muon.adamw = adamw;
   return std::make_unique<optim::Muon>(root, muon);

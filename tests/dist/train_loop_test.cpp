@@ -17,9 +17,9 @@
 #include <hyper_parallel/train/shard_llama.h>
 #include <hyper_parallel/train/trainer.h>
 
+#include "dist/train_run.h"
 #include "support/rank_threads.h"
 #include "support/read_trace.h"
-#include "support/temp_folder.h"
 
 namespace hyper_parallel::train {
 namespace {
@@ -28,49 +28,7 @@ namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 using testing::run_ranks;
 
-class TrainLoop : public ::testing::Test {
- protected:
-  void SetUp() override {
-    std::ofstream out(dir_ / "text.txt");
-    for (int i = 0; i < 600; ++i) out << "line " << i * 7919 % 600 << " of a text that repeats itself\n";
-  }
-
-  [[nodiscard]] Config config(const std::string& name, std::vector<Override> more = {}) const {
-    std::vector<Override> overrides = {{"data.path", (dir_ / "text.txt").string()},
-                                       {"log.dir", (dir_ / "runs").string()},
-                                       {"log.name", name},
-                                       {"log.every", "1000"}};
-    overrides.insert(overrides.end(), more.begin(), more.end());
-    return parse_config(
-        "[model]\ndim = 32\nn_layers = 3\nn_heads = 4\nn_kv_heads = 2\nffn_dim = 40\nmax_seq_len = 16\n"
-        "[data]\nseq_len = 16\n[train]\nbatch_size = 12\nmax_steps = 8\neval_every = 4\neval_windows = 14\n"
-        "[optim]\nlr = 1e-2\nwarmup_steps = 3\n",
-        "test.toml", overrides);
-  }
-
-  // The result of rank 0.
-  static TrainResult train(const Config& config, int world) {
-    TrainResult result;
-    run_ranks(world, [&](int rank) {
-      TrainResult mine = run_training(config, current_world());
-      if (rank == 0) result = std::move(mine);
-    });
-    return result;
-  }
-
-  static void expect_same_curve(const TrainResult& got, const TrainResult& expected, double tolerance) {
-    ASSERT_EQ(got.history.size(), expected.history.size());
-    for (std::size_t i = 0; i < got.history.size(); ++i) {
-      EXPECT_NEAR(got.history[i].loss, expected.history[i].loss, tolerance) << "step " << i + 1;
-      EXPECT_NEAR(got.history[i].grad_norm, expected.history[i].grad_norm, 10 * tolerance) << "step " << i + 1;
-    }
-    EXPECT_NEAR(got.val_loss_start, expected.val_loss_start, tolerance);
-    EXPECT_NEAR(got.val_loss_end, expected.val_loss_end, tolerance);
-  }
-
-  testing::TempFolder folder_;
-  fs::path dir_ = folder_.path();
-};
+class TrainLoop : public TrainRun {};
 
 TEST_F(TrainLoop, LearnsAndWritesItsFiles) {
   const TrainResult result =
@@ -256,23 +214,6 @@ TEST_F(TrainLoop, WithoutValidationSplit) {
   const TrainResult result = train(config("noval", {{"data.validation_fraction", "0"}}), 2);
   EXPECT_EQ(result.steps, 8);
   EXPECT_TRUE(std::isnan(result.val_loss_end));
-}
-
-std::string agreed_message(const Config& config, int world) {
-  std::string message;
-  std::mutex mutex;
-  int count = 0;
-  run_ranks(world, [&] {
-    try {
-      (void)run_training(config, current_world());
-    } catch (const AgreedError& error) {
-      const std::lock_guard lock(mutex);
-      message = error.what();
-      ++count;
-    }
-  });
-  EXPECT_EQ(count, world);
-  return message;
 }
 
 TEST_F(TrainLoop, TracesTheStepsThatItIsAskedFor) {

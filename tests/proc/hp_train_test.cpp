@@ -3,6 +3,8 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <random>
 #include <sstream>
 
 #include <gmock/gmock.h>
@@ -107,6 +109,51 @@ TEST_F(HpTrain, OneAndTwoProcessesReachTheSameCurve) {
   std::size_t results = 0;
   for (std::size_t at = 0; (at = two.output.find("RESULT", at)) != std::string::npos; ++at) ++results;
   EXPECT_EQ(results, 1U);
+}
+
+/// Arrangements of up to six ranks and other settings, drawn from a seed. The same curve as one process has, dense and with
+/// experts (balanced by bias, which unlike the balancing loss does not depend on how a step is cut into micro-batches).
+TEST_F(HpTrain, DrawnArrangementsReachTheCurveOfOneProcess) {
+  const std::vector<std::string> experts = {"--model.n_experts=5", "--model.top_k=2", "--model.expert_ffn_dim=12",
+                                            "--model.shared_ffn_dim=9", "--model.bias_update_speed=0.01"};
+  std::map<bool, std::string> reference = {{false, "dense"}, {true, "experts"}};
+  ASSERT_EQ(run(1, {"--log.name=dense"}).code, 0);
+  std::vector<std::string> alone = experts;
+  alone.emplace_back("--log.name=experts");
+  ASSERT_EQ(run(1, alone).code, 0);
+
+  std::mt19937_64 random(11);
+  const auto one_of = [&](const std::vector<std::string>& choices) { return choices[random() % choices.size()]; };
+  const auto number = [&](const std::vector<int>& choices) { return choices[random() % choices.size()]; };
+  for (int drawn = 0; drawn < 10;) {
+    const bool moe = number({0, 1}) == 1;
+    const int replicas = number({1, 1, 2}), shards = number({1, 2}), cp = number({1, 1, 2, 3}), tp = number({1, 2, 2, 3});
+    const int world = replicas * shards * cp * tp, ep = moe ? number({1, 2, 3, 4}) : 1;
+    if (world < 2 || world > 6 || shards * cp * tp % ep != 0) continue;
+    const std::string name = concat("drawn", drawn++);
+    std::vector<std::string> arguments = moe ? experts : std::vector<std::string>();
+    const auto set = [&](const std::string& key, const auto& value) { arguments.push_back(concat("--", key, '=', value)); };
+    set("log.name", name);
+    set("parallel.dp_replicate", replicas);
+    set("parallel.cp", cp);
+    set("parallel.tp", tp);
+    set("parallel.ep", ep);
+    set("parallel.sequence_parallel", tp > 1 ? one_of({"true", "false"}) : "false");
+    set("parallel.layout", one_of({"ragged", "per_parameter"}));
+    set("parallel.accumulation", one_of({"local", "partial", "each"}));
+    set("train.activation_checkpoint", one_of({"none", "block"}));
+    set("train.micro_batch_size", one_of({"0", "1"}));
+    std::string all;
+    for (const std::string& argument : arguments) all += argument + ' ';
+    SCOPED_TRACE(concat(world, " ranks: ", all));
+    const Outcome outcome = run(world, arguments);
+    ASSERT_EQ(outcome.code, 0) << outcome.output;
+    for (const char* key : {"loss", "val_loss", "grad_norm", "tokens"}) {
+      const std::vector<double> want = losses(reference[moe], key), got = losses(name, key);
+      ASSERT_EQ(got.size(), want.size()) << key;
+      for (std::size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(got[i], want[i], 2e-4) << key << ' ' << i;
+    }
+  }
 }
 
 TEST_F(HpTrain, TheSavedConfigurationRepeatsTheRun) {

@@ -293,5 +293,72 @@ TEST(TrainConfig, WorldsThatDoNotFit) {
             "[train] micro_batch_size = 3, want a divisor of the 4 sequences of each rank (a.toml:3)");
 }
 
+TEST(TrainConfig, ArrangementsOfRanks) {
+  const std::string base = "[train]\nbatch_size = 24\n[parallel]\n";
+  const auto plan = [&](const std::string& parallel, int world) {
+    return plan_batches(parse_config(base + parallel + "[model]\nn_experts = 8\ntop_k = 2\nexpert_ffn_dim = 8\n", "a.toml"),
+                        world);
+  };
+  const BatchPlan all = plan("dp_replicate = 2\ncp = 3\ntp = 2\nep = 6\n", 24);
+  EXPECT_EQ(all.dp_shard, 2);
+  EXPECT_EQ(all.data_ranks(), 4);
+  EXPECT_EQ(all.world(), 24);
+  EXPECT_EQ(all.expert_shard(), 2);
+  EXPECT_EQ(all.micro_batch, 6);
+  EXPECT_EQ(plan("tp = 4\nep = 4\n", 4).data_ranks(), 1);
+  EXPECT_EQ(plan_message(base + "tp = 3\n", 4),
+            "[parallel] dp_replicate * cp * tp = 1 * 1 * 3, want a divisor of the world size 4 (a.toml:4)");
+  EXPECT_EQ(plan_message(base + "cp = 3\n", 4),
+            "[parallel] dp_replicate * cp = 1 * 3, want a divisor of the world size 4 (a.toml:4)");
+  EXPECT_EQ(plan_message(base + "cp = 2\ndp_shard = 4\n", 4),
+            "[parallel] dp_replicate * dp_shard * cp = 1 * 4 * 2, want the world size 4 (a.toml:5)");
+  EXPECT_EQ(plan_message("[train]\nbatch_size = 3\n[parallel]\ntp = 2\n", 4),
+            "[train] batch_size = 3, want a multiple of dp_replicate * dp_shard = 1 * 2 (a.toml:2)");
+  const std::string experts = base + "ep = 3\n[model]\nn_experts = 8\ntop_k = 2\nexpert_ffn_dim = 8\n";
+  EXPECT_EQ(plan_message(experts, 4),
+            "[parallel] ep = 3, want a divisor of dp_shard * cp = 4 * 1, the ranks that share one copy (a.toml:4)");
+  EXPECT_EQ(plan_message(base + "cp = 2\nreshard_ranks = 3\n", 4),
+            "[parallel] reshard_ranks = 3, want a divisor of dp_shard * cp = 2 * 2 (a.toml:5)");
+  EXPECT_EQ(plan_message(base + "reshard_ranks = 4\nep = 2\n[model]\nn_experts = 8\ntop_k = 2\nexpert_ffn_dim = 8\n", 4),
+            "[parallel] reshard_ranks = 4, want a divisor of the 2 ranks that share the same experts, dp_shard * cp * tp / ep "
+            "(a.toml:4, a.toml:5)");
+}
+
+TEST(TrainConfig, Experts) {
+  const Config c = parse_config("[model]\nn_experts = 4\ntop_k = 1\nexpert_ffn_dim = 8\nmoe_every = 2\n", "a.toml");
+  EXPECT_FALSE(has_experts(c.model, 0));
+  EXPECT_TRUE(has_experts(c.model, 1));
+  EXPECT_FALSE(has_experts(Config{}.model, 1));
+  EXPECT_EQ(to_toml(parse_config(to_toml(c), "b.toml")), to_toml(c));
+  const std::vector<std::pair<std::string, std::string>> settings = {
+      {"top_k", "1"},         {"expert_ffn_dim", "8"},    {"shared_ffn_dim", "8"},
+      {"moe_every", "2"},     {"router", "\"sigmoid\""},  {"norm_topk_prob", "false"},
+      {"route_scale", "2.0"}, {"aux_loss_weight", "0.1"}, {"bias_update_speed", "0.1"}};
+  for (const auto& [key, value] : settings) {
+    EXPECT_EQ(message_of("[model]\n" + key + " = " + value + "\nn_experts = 0\n"),
+              "[config] model." + key +
+                  " is about experts and model.n_experts = 0, want experts with it, or its default (a.toml:2, a.toml:3)");
+  }
+  EXPECT_EQ(
+      message_of("[parallel]\nep = 2\n"),
+      "[config] parallel.ep is about experts and model.n_experts = 0, want experts with it, or its default (a.toml:2, default)");
+  EXPECT_EQ(message_of("[model]\nn_experts = 4\nexpert_ffn_dim = 8\n"),
+            "[config] model.top_k = 0, want at least 1 and at most model.n_experts = 4 (default, a.toml:2)");
+  EXPECT_EQ(message_of("[model]\nn_experts = 4\nexpert_ffn_dim = 8\ntop_k = 5\n"),
+            "[config] model.top_k = 5, want at least 1 and at most model.n_experts = 4 (a.toml:4, a.toml:2)");
+  EXPECT_EQ(message_of("[model]\nn_experts = 4\ntop_k = 1\n"),
+            "[config] model.expert_ffn_dim = 0 with model.n_experts = 4, want the width of an expert (default, a.toml:2)");
+  const std::string experts = "[model]\nn_experts = 4\ntop_k = 1\nexpert_ffn_dim = 8\n";
+  EXPECT_EQ(message_of(experts + "moe_every = 5\n"),
+            "[config] model.moe_every = 5, want at most model.n_layers = 4: no block would have experts (a.toml:5, default)");
+  EXPECT_EQ(message_of(experts + "[parallel]\nep = 5\n"),
+            "[config] parallel.ep = 5, want at most model.n_experts = 4 (a.toml:6, a.toml:2)");
+  EXPECT_EQ(
+      message_of("[parallel]\nsequence_parallel = true\n"),
+      "[config] parallel.sequence_parallel = true with parallel.tp = 1, which leaves nothing to cut, want tp above 1 or false "
+      "(a.toml:2, default)");
+  EXPECT_THAT(message_of("[model]\nrouter = \"top\"\n"), HasSubstr("want one of softmax, sigmoid (a.toml:2)"));
+}
+
 }  // namespace
 }  // namespace hyper_parallel::train

@@ -95,7 +95,7 @@ TEST(LlamaTest, AttentionFollowsTheDocumentedFormulas) {
   ModelConfig config = small();
   config.n_heads = config.n_kv_heads = 1;
   Llama model(config, 3);
-  LlamaAttention& attention = model->layers[0]->self_attn;
+  parallel::ParallelAttention& attention = model->layers[0]->self_attn;
   const torch::NoGradGuard no_grad;
   const std::int64_t length = 5, dim = 32;
   const torch::Tensor x = torch::randn({1, length, dim}, at::detail::createCPUGenerator(7));
@@ -113,12 +113,13 @@ TEST(LlamaTest, AttentionFollowsTheDocumentedFormulas) {
   const torch::Tensor mask = torch::full({length, length}, -INFINITY).triu(1);
   const torch::Tensor scores = torch::softmax(q.matmul(k.t()) / std::sqrt(32.0) + mask, -1);
   const torch::Tensor expected = attention->o_proj(scores.matmul(v));
-  const torch::Tensor got = attention(x, model->cos.narrow(0, 0, length), model->sin.narrow(0, 0, length))[0];
+  const torch::Tensor got = attention(
+      x, parallel::AttentionArguments{.cos = model->cos.narrow(0, 0, length), .sin = model->sin.narrow(0, 0, length)})[0];
   EXPECT_TRUE(torch::allclose(got, expected, 1e-4, 1e-6));
 }
 
 TEST(LlamaTest, NormAndLossFollowTheDocumentedFormulas) {
-  RMSNorm norm(8, 1e-3);
+  parallel::ParallelRMSNorm norm(8, parallel::ParallelNormOptions{.eps = 1e-3});
   const torch::NoGradGuard no_grad;
   norm->weight.copy_(torch::arange(8, torch::kFloat));
   const torch::Tensor x = torch::randn({4, 8}, at::detail::createCPUGenerator(1));

@@ -110,6 +110,38 @@ TEST(MemoryPlanTest, ActivationCheckpoint) {
   EXPECT_EQ(activations("block:5"), none + input) << "only the first one, which is needed whole at last";
 }
 
+TEST(MemoryPlanTest, ExpertsAndCutsOfTheModel) {
+  Config c;
+  c.model = {.dim = 8,
+             .n_layers = 2,
+             .n_heads = 2,
+             .n_kv_heads = 1,
+             .ffn_dim = 12,
+             .n_experts = 3,
+             .top_k = 2,
+             .expert_ffn_dim = 5,
+             .shared_ffn_dim = 4,
+             .moe_every = 2};
+  const auto units = llama_units(c.model);
+  ASSERT_EQ(units.size(), 5U);
+  EXPECT_EQ(units[1].numel, 2 * 8 + 128 + 64 + 3 * 8 * 12);
+  EXPECT_EQ(units[2].numel, 2 * 8 + 128 + 64 + 3 * 8 * 4 + 3 * 8);
+  EXPECT_EQ(units[3].name, "layers.1.mlp.experts");
+  EXPECT_EQ(units[3].numel, 3 * 3 * 8 * 5);
+  // Muon: neither routers nor experts.
+  const std::int64_t matrices = 2 * (128 + 64) + 288 + 96, count = parameter_count(c.model);
+  c.optim.optimizer = "muon";
+  EXPECT_EQ(optimizer_bytes(c), 8 * (count - matrices) + 4 * matrices);
+  const auto activations = [&](const BatchPlan& batches) { return plan_memory(c, batches, {}).activations; };
+  const std::int64_t whole = activations({.micro_batch = 4}), tokens = 4 * c.data.seq_len;
+  EXPECT_EQ(whole, tokens * (4 * (10 * 8 + 2 * 4 + 4 * 12) + 4 * (10 * 8 + 2 * 4 + 4 * 4 + 2 * (4 * 8 + 4 * 5) + 3) + 256 * 12));
+  EXPECT_LT(activations({.tp = 2, .micro_batch = 4}), whole);
+  const std::int64_t cut = activations({.tp = 2, .micro_batch = 4});
+  c.parallel.sequence_parallel = true;
+  EXPECT_LT(activations({.tp = 2, .micro_batch = 4}), cut);
+  EXPECT_LT(activations({.cp = 2, .micro_batch = 4}), whole * 6 / 10);
+}
+
 TEST(Format, Numbers) {
   EXPECT_EQ(format_bytes(640), "640 B");
   EXPECT_EQ(format_bytes(1500), "1.5 kB");
@@ -132,6 +164,8 @@ TEST(Format, TablesNameEverySettingAndItsSource) {
   EXPECT_THAT(table, ::testing::ContainsRegex("lr +0.5 +command line\n"));
   const std::string memory = memory_table(c, plan_batches(c, 2), {.shards = 1000, .gradients = 1000, .pool = 300});
   EXPECT_THAT(memory, HasSubstr("one of 2 ranks (2 shards x 1 replicas)"));
+  const BatchPlan axes{.dp_replicate = 2, .dp_shard = 3, .cp = 2, .tp = 4, .ep = 8};
+  EXPECT_THAT(memory_table(c, axes, {}), HasSubstr("one of 48 ranks (6 shards x 2 replicas, cp 2, tp 4, ep 8)"));
   EXPECT_THAT(memory, HasSubstr("optimizer state"));
 }
 

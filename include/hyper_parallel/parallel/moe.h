@@ -46,8 +46,13 @@ struct MoEOptions {
   double bias_update_speed = 0.0;
   DeviceMesh ep_mesh = {};  ///< experts in ceil chunks; its ranks have different tokens. Undefined: this rank has all experts
   DeviceMesh tp_mesh = {};  ///< cuts the hidden features of each expert; its ranks have the same tokens
+  /// The ranks of tp_mesh share out the tokens, along sequence_dim, instead of the hidden features: each has whole experts and
+  /// works on its ceil chunk. ep_mesh may then span ranks of tp_mesh, and the gradient of an expert holds each token once, of
+  /// whichever rank. The shared expert is cut as ever.
+  bool split_tokens = false;
   /// The ranks whose tokens are balanced together, one axis (flatten several): usually all that have different tokens. Their
-  /// loads are summed. Undefined: this rank's tokens alone.
+  /// loads are summed. Undefined: this rank's tokens alone. With split_tokens the ranks of tp_mesh count as having different
+  /// ones; undefined: those of tp_mesh.
   DeviceMesh balance_mesh = {};
   bool sequence_parallel = false;  ///< over tp_mesh
   std::int64_t sequence_dim = 1;
@@ -81,8 +86,8 @@ class HP_API MoERouterImpl : public torch::nn::Module, public ParallelModule {
 HP_MODULE(MoERouter);
 
 /// The experts that this rank has. Parameters: gate_proj, up_proj (n_experts, ffn_dim, dim), down_proj (n_experts, dim, ffn_dim);
-/// dim 0 is cut over ep_mesh, ffn_dim over tp_mesh. Each expert's matrices are initialised like those of torch::nn::Linear. A
-/// unit of its own for fully_shard, on the mesh of the ranks that have the same experts.
+/// dim 0 is cut over ep_mesh, ffn_dim over tp_mesh without split_tokens. Each expert's matrices are initialised like those of
+/// torch::nn::Linear. A unit of its own for fully_shard, on the mesh of the ranks that have the same experts.
 class HP_API GroupedExpertsImpl : public torch::nn::Module, public ParallelModule {
  public:
   GroupedExpertsImpl(std::int64_t dim, const MoEOptions& options);
@@ -138,6 +143,7 @@ class HP_API MixtureOfExpertsImpl : public torch::nn::Module {
 
  private:
   torch::Tensor run_experts(const torch::Tensor& rows, const std::vector<std::int64_t>& counts);
+  torch::Tensor own_tokens(const torch::Tensor& x) const;
   torch::Tensor aux_loss(const torch::Tensor& scores, torch::Tensor loads) const;
 
   Comm ep_, tp_, balance_;

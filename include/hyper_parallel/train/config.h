@@ -23,7 +23,24 @@ struct ModelConfig {
   double rope_theta = 10000.0;
   double norm_eps = 1e-5;
   bool tied = false;  ///< the output projection is the embedding's weight
+
+  // Mixture of experts; without experts the other values must stay as they are.
+  std::int64_t n_experts = 0;       ///< 0: every block has one MLP of ffn_dim
+  std::int64_t top_k = 0;           ///< experts that a token visits (Hugging Face: num_experts_per_tok)
+  std::int64_t expert_ffn_dim = 0;  ///< hidden width of an expert (moe_intermediate_size)
+  std::int64_t shared_ffn_dim = 0;  ///< of the expert that every token visits (shared_expert_intermediate_size); 0: none
+  std::int64_t moe_every = 1;       ///< block i has experts where i + 1 is a multiple (decoder_sparse_step)
+  std::string router = "softmax";   ///< "softmax" over all experts, or "sigmoid" of each
+  bool norm_topk_prob = true;       ///< the weights of a token's experts sum to 1, times route_scale
+  double route_scale = 1.0;
+  double aux_loss_weight = 0;    ///< of the balancing loss (router_aux_loss_coef); 0: none
+  double bias_update_speed = 0;  ///< of the balancing bias; 0: none
 };
+
+/// Whether block `layer` has experts. Local.
+[[nodiscard]] inline bool has_experts(const ModelConfig& model, std::int64_t layer) {
+  return model.n_experts > 0 && (layer + 1) % model.moe_every == 0;
+}
 
 /// [data]: where the text comes from and how it is cut.
 struct DataConfig {
@@ -74,7 +91,11 @@ struct OptimConfig {
 /// [parallel]: how the ranks share the model.
 struct ParallelConfig {
   std::int64_t dp_replicate = 1;
-  std::int64_t dp_shard = -1;  ///< -1: all that dp_replicate leaves
+  std::int64_t dp_shard = -1;      ///< -1: all that the others leave
+  std::int64_t tp = 1;             ///< ranks that cut matrices, heads and vocabulary; they see the same sequences
+  std::int64_t cp = 1;             ///< ranks that share each sequence
+  std::int64_t ep = 1;             ///< ranks that share out the experts: consecutive ones, of any of the other axes
+  bool sequence_parallel = false;  ///< between the matrices that tp cuts, each of its ranks has a part of the sequence
   std::string layout = "ragged";
   bool reshard_after_forward = true;
   std::int64_t reshard_ranks =
@@ -167,16 +188,22 @@ using Override = std::pair<std::string, std::string>;
 /// Whether the loss is scaled: with float16, or when precision.loss_scale asks for it.
 [[nodiscard]] bool scales_loss(const Config& config);
 
-/// How a step is divided over `world` ranks.
+/// How the ranks are arranged, and how a step is divided over them.
 struct BatchPlan {
   std::int64_t dp_replicate = 1;
   std::int64_t dp_shard = 1;
-  std::int64_t micro_batch = 1;   ///< sequences of one forward on one rank
-  std::int64_t accumulation = 1;  ///< forwards of one step
+  std::int64_t cp = 1;
+  std::int64_t tp = 1;
+  std::int64_t ep = 1;
+  std::int64_t micro_batch = 1;                                                      ///< sequences of one forward on one rank
+  std::int64_t accumulation = 1;                                                     ///< forwards of one step
+  [[nodiscard]] std::int64_t data_ranks() const { return dp_replicate * dp_shard; }  ///< those that have different sequences
+  [[nodiscard]] std::int64_t world() const { return data_ranks() * cp * tp; }
+  [[nodiscard]] std::int64_t expert_shard() const { return dp_shard * cp * tp / ep; }  ///< ranks that share one group's experts
 };
 
-/// Resolves the automatic values against the world. Local. ValueError: the mesh or reshard_ranks does not fit the world, the
-/// batch does not divide.
+/// Resolves the automatic values against the world. Local. ValueError: the axes or reshard_ranks do not fit the world, the batch
+/// does not divide.
 [[nodiscard]] BatchPlan plan_batches(const Config& config, int world);
 
 }  // namespace hyper_parallel::train

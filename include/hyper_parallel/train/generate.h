@@ -14,7 +14,7 @@ namespace hyper_parallel::train {
 [[nodiscard]] std::int64_t draw(std::span<const float> logits, double temperature, std::int64_t top_k, std::mt19937_64& random);
 
 /// Continues `prompt` by config.tokens bytes; returns prompt and continuation. `context`: the longest window that the model is
-/// shown. Collective over the ranks that share `model`; all of them get the same text.
+/// shown. Collective over all ranks that share `model`, also those that only cut it; all of them get the same text.
 [[nodiscard]] std::string generate(Llama& model, const std::string& prompt, const SampleConfig& config, std::int64_t context,
                                    std::uint64_t seed);
 

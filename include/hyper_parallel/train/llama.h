@@ -1,5 +1,7 @@
 #pragma once
-// A Llama-style decoder (Touvron et al. 2023) in plain torch::nn: nothing in the modules knows that they will be sharded.
+// A Llama-style decoder (Touvron et al. 2023), with a mixture of experts in place of the MLP where the configuration says so. It
+// is built from the layers of parallel/, which without meshes are plain ones; nothing in it knows that fully_shard will cut it
+// again.
 //
 //   x = embed_tokens[tokens]
 //   for each layer:  x = x + self_attn(input_layernorm(x))
@@ -14,82 +16,93 @@
 //   rotary     "rotate half": y = x * cos + cat(-x[D/2:], x[:D/2]) * sin, with angle(t, i) = t * rope_theta^(-2 (i mod D/2) / D);
 //              cos and sin are computed in float32 and cast to the dtype of x
 //   mlp        down_proj(silu(gate_proj(x)) * up_proj(x))
+//   experts    scores = softmax(router(x)) over all experts, or sigmoid, in float32; the top_k of scores + bias; their weights
+//   are
+//              the scores, divided by their sum with norm_topk_prob, times route_scale; sum of weight * mlp of the expert, plus
+//              the mlp of the shared expert
 //   loss       cross entropy of the logits in float32, mean over all tokens
 // Initial weights: torch's CPU generator with the seed; matrices in the order of named_parameters() get normal_(0, s), s = 0.02,
 // and s = 0.02 / sqrt(2 n_layers) for o_proj and down_proj, which write to the residual stream. In Python: p.normal_(0, s,
-// generator=g).
+// generator=g). The matrices of experts are stacked, (n_experts, out, in), and drawn as one.
 #include <string>
 #include <vector>
 
 #include <torch/nn/modules/container/modulelist.h>
-#include <torch/nn/modules/linear.h>
 
-#include <hyper_parallel/nn/library.h>
 #include <hyper_parallel/nn/module.h>
+#include <hyper_parallel/parallel/attention.h>
+#include <hyper_parallel/parallel/embedding.h>
+#include <hyper_parallel/parallel/linear.h>
+#include <hyper_parallel/parallel/moe.h>
+#include <hyper_parallel/parallel/norm.h>
 #include <hyper_parallel/train/config.h>
 
 namespace hyper_parallel::train {
 
-/// Root mean square norm (Zhang and Sennrich 2019) over the last dimension.
-struct RMSNormImpl : torch::nn::Module {
-  RMSNormImpl(std::int64_t dim, double norm_eps);
-  torch::Tensor forward(torch::Tensor x);
-
-  torch::Tensor weight;
-  double eps;
+/// Over which ranks the decoder itself is cut; meshes of one axis, undefined: not cut.
+struct LlamaParallel {
+  DeviceMesh tp = {};       ///< cuts matrices, heads and vocabulary; its ranks are given the same tokens
+  DeviceMesh cp = {};       ///< its ranks are given the same tokens too, and each works on its part of every sequence (zig-zag)
+  DeviceMesh ep = {};       ///< shares out the experts; may span ranks of all other axes
+  DeviceMesh balance = {};  ///< all ranks whose tokens the experts are balanced over; those of tp and cp among them
+  bool sequence_parallel = false;  ///< over tp
 };
-HP_MODULE(RMSNorm);
 
-/// Causal self-attention with rotary positions and grouped key and value heads.
-struct LlamaAttentionImpl : torch::nn::Module {
-  explicit LlamaAttentionImpl(const ModelConfig& config);
-  /// x (B, T, dim); cos and sin (T, D).
-  torch::Tensor forward(torch::Tensor x, torch::Tensor cos, torch::Tensor sin);
-
-  std::int64_t n_heads, n_kv_heads, head_dim;
-  torch::nn::Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
-};
-HP_MODULE(LlamaAttention);
-
-/// SwiGLU (Shazeer 2020).
-struct LlamaMLPImpl : torch::nn::Module {
-  explicit LlamaMLPImpl(const ModelConfig& config);
-  torch::Tensor forward(torch::Tensor x);
-
-  torch::nn::Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
-};
-HP_MODULE(LlamaMLP);
-
-/// One decoder layer: a unit of sharding.
+/// One decoder layer: a unit of sharding; its experts are one of their own.
 struct LlamaBlockImpl : torch::nn::Module {
-  explicit LlamaBlockImpl(const ModelConfig& config);
-  torch::Tensor forward(torch::Tensor x, torch::Tensor cos, torch::Tensor sin);
+  LlamaBlockImpl(const ModelConfig& config, const LlamaParallel& meshes, std::int64_t layer);
+  /// x: this rank's part of (B, T, dim). The auxiliary loss is undefined where there is none.
+  parallel::MoEOutput forward(torch::Tensor x, parallel::AttentionArguments arguments);
 
-  RMSNorm input_layernorm{nullptr};
-  LlamaAttention self_attn{nullptr};
-  RMSNorm post_attention_layernorm{nullptr};
-  LlamaMLP mlp{nullptr};
+  parallel::ParallelRMSNorm input_layernorm{nullptr};
+  parallel::ParallelAttention self_attn{nullptr};
+  parallel::ParallelRMSNorm post_attention_layernorm{nullptr};
+  parallel::ParallelSwiGLU mlp{nullptr};    ///< registered as "mlp"; empty in a layer with experts
+  parallel::MixtureOfExperts moe{nullptr};  ///< registered as "mlp"; empty in a layer without
 };
 HP_MODULE(LlamaBlock);
 
 /// The whole decoder. Parameters are named as in Hugging Face's Llama, without its "model.": embed_tokens.weight,
-/// layers.N.self_attn.q_proj.weight, ..., norm.weight, lm_head.weight (none when tied).
+/// layers.N.self_attn.q_proj.weight, ..., norm.weight, lm_head.weight (none when tied). Experts: layers.N.mlp.router.weight,
+/// .experts.gate_proj, .experts.up_proj, .experts.down_proj, .shared_expert.gate_proj.weight, ...
 struct LlamaImpl : torch::nn::Module {
-  /// ValueError: sizes that do not fit each other. Weights are drawn from `seed` alone.
-  explicit LlamaImpl(const ModelConfig& model_config, std::uint64_t seed = 0);
-  /// tokens (B, T) int64, T <= max_seq_len -> logits (B, T, vocab_size).
+  /// ValueError: sizes that do not fit each other. Weights are drawn from `seed` alone; a rank keeps its part of them. Collective
+  /// where the groups of the meshes are used for the first time.
+  explicit LlamaImpl(const ModelConfig& model_config, std::uint64_t seed = 0, LlamaParallel llama_meshes = {});
+  /// tokens (B, T) int64, T <= max_seq_len -> logits (B, T, vocab_size): of this rank's positions with cp, and of those the
+  /// columns of its chunk of the vocabulary with tp. Collective over tp, cp, ep and, with an auxiliary loss, balance.
   torch::Tensor forward(torch::Tensor tokens);
+  /// The logits of all positions and tokens, of forward's result for sequences of `length` tokens. Without gradient. Collective
+  /// over tp and cp.
+  [[nodiscard]] torch::Tensor whole_logits(const torch::Tensor& logits, std::int64_t length) const;
+  /// Loss of forward's result against targets (B, T): the mean cross entropy over all tokens, in float32. With cp a rank's share
+  /// of it, of which the mean over the ranks is the loss; equal on all ranks of tp. Collective over tp.
+  [[nodiscard]] torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& targets) const;
+  /// The sum of the auxiliary losses of the last forward, once; undefined without experts or aux_loss_weight. To be added to the
+  /// loss: the mean over all ranks is that of all tokens. Local.
+  [[nodiscard]] torch::Tensor take_aux_loss();
+  /// Balances the experts of all layers by the tokens since the last call (MixtureOfExperts::update_bias): once after each step.
+  /// Collective over balance; does nothing without bias_update_speed.
+  void update_expert_bias();
   void reset_parameters(std::uint64_t seed);
   /// Draws one whole parameter; in the order of named_parameters() from one generator it is what reset_parameters does.
   void init_parameter(const std::string& name, torch::Tensor& whole, at::Generator& generator) const;
 
   ModelConfig config;
+  LlamaParallel meshes;
   std::int64_t checkpoint_every = 0;  ///< blocks 0, n, 2n, ... are computed again in backward; 0: none
-  nn::Embedding embed_tokens{nullptr};
+  parallel::VocabParallelEmbedding embed_tokens{nullptr};
   std::vector<LlamaBlock> layers;
-  RMSNorm norm{nullptr};
-  nn::Linear lm_head{nullptr};  ///< empty when tied
-  torch::Tensor cos, sin;       ///< (max_seq_len, D) float32; recomputed, not learned: no buffers
+  parallel::ParallelRMSNorm norm{nullptr};
+  parallel::ColumnParallelLinear lm_head{nullptr};  ///< empty when tied
+  torch::Tensor cos, sin;                           ///< (max_seq_len, D) float32; recomputed, not learned: no buffers
+
+ private:
+  [[nodiscard]] parallel::SequenceSplit split_of(std::int64_t length) const;
+  [[nodiscard]] torch::Tensor tied_logits(torch::Tensor x, std::int64_t length) const;
+
+  Comm tp_, cp_;
+  torch::Tensor aux_loss_;
 };
 HP_MODULE(Llama);
 

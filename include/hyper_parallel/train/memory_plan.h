@@ -8,13 +8,13 @@
 
 namespace hyper_parallel::train {
 
-/// Elements of each unit that is gathered as a whole.
+/// Elements of a unit of the whole model.
 struct UnitSize {
   std::string name;
   std::int64_t numel = 0;
 };
 
-/// Units of the decoder in forward order. Tied: the shared weight belongs to the root unit.
+/// Units of the decoder in forward order, before tp and ep cut them. Tied: the shared weight belongs to the root unit.
 [[nodiscard]] std::vector<UnitSize> llama_units(const ModelConfig& model);
 [[nodiscard]] std::int64_t parameter_count(const ModelConfig& model);
 
@@ -30,7 +30,8 @@ struct EngineBytes {
 /// Bytes of one rank. Exact but for the activations.
 struct MemoryPlan {
   EngineBytes engine;
-  std::int64_t activations = 0;  ///< estimate: saved for backward by one micro-batch, and the logits
+  std::int64_t activations =
+      0;  ///< estimate: saved for backward by one micro-batch, and the logits; with experts for an even load
   [[nodiscard]] std::int64_t total() const;
 };
 

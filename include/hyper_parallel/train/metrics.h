@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <string>
 
 #include <hyper_parallel/core/error.h>
@@ -14,8 +15,9 @@ struct StepMetrics {
   std::int64_t step = 0;    ///< from 1
   std::int64_t tokens = 0;  ///< consumed so far, all ranks
   double epoch = 0;
-  double loss = 0;       ///< mean over the global batch, nats per token
-  double grad_norm = 0;  ///< before clipping; not finite: the loss scale was too large and the step left out
+  double loss = 0;                      ///< mean over the global batch, nats per token
+  std::optional<double> aux_loss = {};  ///< balancing loss of the experts, weighted; not part of `loss`
+  double grad_norm = 0;                 ///< before clipping; not finite: the loss scale was too large and the step left out
   double loss_scale = 1;
   double lr = 0;
   double tokens_per_s = 0;  ///< of all ranks together
