@@ -17,13 +17,13 @@ SANITIZERS ?= asan
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime,locale
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: help setup configure build demo demo-moe test bench check format tidy sanitize install clean
+.PHONY: help setup configure build demo demo-moe test bench bench-ckpt check format tidy sanitize install clean
 
 help:
 	@echo 'make demo     train the demo model on two ranks (first time: set-up and build)'
 	@echo 'make demo-moe the same for a mixture of experts on four ranks'
 	@echo 'make test     build and run all tests (CTEST_ARGS="-L unit" for a part of them)'
-	@echo 'make bench    compare with PyTorch FSDP2'
+	@echo 'make bench    compare with PyTorch FSDP2; make bench-ckpt: save and load'
 	@echo 'make setup    install what is missing: packages, .venv, torch (HP_TORCH=... reuses one)'
 	@echo 'make build    build everything into $(BUILD)/ (BUILD=, BUILD_TYPE=, JOBS=)'
 	@echo 'make check    formatting, header tiers, documents; make format to fix the first'
@@ -45,11 +45,11 @@ build: configure
 
 # The demo and the benchmark build only what they run.
 demo: configure
-	@cmake --build $(BUILD) -j $(JOBS) --target hp-train
+	@cmake --build $(BUILD) -j $(JOBS) --target hp-train hp-ckpt
 	@BUILD=$(BUILD) tools/demo.sh $(DEMO_ARGS)
 
 demo-moe: configure
-	@cmake --build $(BUILD) -j $(JOBS) --target hp-train
+	@cmake --build $(BUILD) -j $(JOBS) --target hp-train hp-ckpt
 	@BUILD=$(BUILD) DEMO=demo-moe RANKS=$${RANKS:-4} tools/demo.sh $(DEMO_ARGS)
 
 test: build
@@ -58,6 +58,10 @@ test: build
 bench: configure
 	@cmake --build $(BUILD) -j $(JOBS) --target step_bench micro_bench
 	@BUILD=$(BUILD) bench/run.sh $(BENCH_ARGS)
+
+bench-ckpt: configure
+	@cmake --build $(BUILD) -j $(JOBS) --target ckpt_bench
+	@bench/ckpt.py --build $(BUILD) $(BENCH_ARGS)
 
 check: setup
 	@tools/check_format.py

@@ -2,7 +2,9 @@
 # belong to hp-train and are not installed.
 target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR}/include FILES
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/ckpt/checkpoint.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/ckpt/offline.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/ckpt/safetensors.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/ckpt/source.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/comm/comm.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/comm/world.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/core/error.h
@@ -20,6 +22,9 @@ target_sources(hyper_parallel PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/source_shard.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/unit.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/fsdp/zero.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/hf/config.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/hf/model.h
+  ${PROJECT_SOURCE_DIR}/include/hyper_parallel/hf/tokenizer.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/hyper_parallel.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/mesh/device_mesh.h
   ${PROJECT_SOURCE_DIR}/include/hyper_parallel/nn/apply_plan.h

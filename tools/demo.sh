@@ -16,6 +16,7 @@ die() {
 say() { printf '[demo] %s\n' "$*"; }
 
 [ -x "$program" ] || die "$program is missing: run 'make build' first"
+[ -x "${BUILD:-build}/bin/hp-ckpt" ] || die "${BUILD:-build}/bin/hp-ckpt is missing: run 'make build' first"
 [ -x "$torchrun" ] || die "$torchrun is missing: run 'make setup' first"
 
 # The text is made once: written beside its place and moved, so that an interrupted run leaves no half of it.
@@ -66,4 +67,11 @@ What to try next
   all settings:       $program --help
 
 MESSAGE
+
+# The last checkpoint as a folder that other tools open.
+saved=$(ls -d "$run"/checkpoints/step-* 2>/dev/null | tail -n 1) || true
+if [ -n "$saved" ]; then
+  "${BUILD:-build}/bin/hp-ckpt" convert "$saved" "$run/hf" --to hf --config "$run/config.toml" --overwrite || die "exporting $saved failed"
+  say "transformers.AutoModelForCausalLM.from_pretrained(\"$run/hf\") opens the model, AutoTokenizer its tokenizer of bytes"
+fi
 printf 'DEMO %s\n' "$(cat "$run/result.txt")"

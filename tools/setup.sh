@@ -16,6 +16,7 @@ readonly root venv=$root/.venv
 readonly required=(
   g++ make git ninja-build pkg-config
   libgloo-dev nlohmann-json3-dev libspdlog-dev libfmt-dev libcli11-dev libtomlplusplus-dev
+  libonig-dev libutf8proc-dev
   libgtest-dev libgmock-dev libbenchmark-dev
   bible-kjv
 )
@@ -165,6 +166,13 @@ install_torch() {
   if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("safetensors") is None)'; then
     say "safetensors: pip install safetensors (a test compares our files with it)"
     "$venv/bin/pip" install --quiet --disable-pip-version-check safetensors </dev/null || say "pip could not install safetensors: that test will skip"
+  fi
+  # The constraint keeps pip from bringing another torch.
+  if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("transformers") is None)'; then
+    say "transformers: pip install (tests compare models and tokenizers with it)"
+    printf 'torch==%s\n' "${found##* }" >"$venv/.hp_constraints"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check -c "$venv/.hp_constraints" 'transformers>=5,<6' </dev/null ||
+      say "pip could not install transformers: those tests will fail"
   fi
   ensure_torchrun
   say "torch ${found##* } from ${found% *} ($(since "$start"))"

@@ -1,4 +1,7 @@
-// Saving and loading a state, against plain write and read of the same bytes and torch::save. ckpt_bench [MB [FOLDER]]
+// Saving and loading a state on two ranks, against plain write and read of the same bytes. ckpt_bench [MB [FOLDER [ROUNDS]]]
+//
+// Everything is timed once in each round, one after the other, so that what else the machine does meets all alike; the best of
+// the rounds counts. Prints a table and one line of JSON.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -8,6 +11,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -22,22 +26,10 @@ namespace hp = hyper_parallel;
 
 namespace {
 
-constexpr int kRounds = 5;
 constexpr std::int64_t kTensors = 24;
 constexpr int kWorld = 2;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-/// Median seconds of a few calls, after one that is not counted.
-double median_of(const std::function<double()>& run) {
-  std::vector<double> seconds;
-  for (int i = 0; i <= kRounds; ++i) {
-    const double time = run();
-    if (i > 0) seconds.push_back(time);
-  }
-  std::sort(seconds.begin(), seconds.end());
-  return seconds[seconds.size() / 2];
-}
 
 double seconds(const std::function<void()>& call) {
   const double start = now();
@@ -76,24 +68,6 @@ std::vector<torch::Tensor> make_tensors(std::int64_t megabytes) {
   return tensors;
 }
 
-/// Median over rounds of the slowest rank's time. `prepare` runs once on every rank and returns what gives a round's seconds.
-double ranks_take(int world, const std::function<std::function<double()>()>& prepare) {
-  double result = 0;
-  hp::testing::RankOptions options;
-  options.timeout = options.watchdog = std::chrono::minutes(10);
-  hp::testing::run_ranks(world, options, [&](int rank) {
-    const std::function<double()> call = prepare();
-    const double median = median_of([&] {
-      hp::current_world().comm().barrier();
-      torch::Tensor time = torch::tensor({call()});
-      hp::current_world().comm().all_reduce(time, {.op = hp::ReduceOp::kMax}).wait();
-      return time.item<double>();
-    });
-    if (rank == 0) result = median;
-  });
-  return result;
-}
-
 struct State {
   explicit State(const std::vector<torch::Tensor>& whole) {
     const hp::DeviceMesh mesh = hp::init_device_mesh("cpu", {hp::get_world_size()});
@@ -106,63 +80,79 @@ struct State {
   hp::ckpt::StateDict dict;
 };
 
-struct Run {
-  Run(const std::vector<torch::Tensor>& whole, const std::string& path) : state(whole), checkpointer(path, {.keep_last = 1}) {}
-  State state;
-  hp::ckpt::Checkpointer checkpointer;
-  std::int64_t step = 0;
+/// Best seconds of each thing that is timed. The slowest rank counts.
+class Times {
+ public:
+  /// What all ranks do.
+  void together(const std::string& name, const std::function<void()>& call) {
+    hp::current_world().comm().barrier();
+    torch::Tensor time = torch::tensor({seconds(call)});
+    hp::current_world().comm().all_reduce(time, {.op = hp::ReduceOp::kMax}).wait();
+    note(name, time.item<double>());
+  }
+  /// What rank 0 does while the others wait.
+  void alone(const std::string& name, const std::function<void()>& call) {
+    hp::current_world().comm().barrier();
+    if (hp::get_rank() == 0) note(name, seconds(call));
+    hp::current_world().comm().barrier();
+  }
+  void next_round() { ++round_; }
+  [[nodiscard]] const std::map<std::string, double>& best() const { return best_; }
+
+ private:
+  void note(const std::string& name, double time) {
+    if (round_ == 0) return;  // warms up
+    const auto found = best_.find(name);
+    if (found == best_.end() || time < found->second) best_[name] = time;
+  }
+  std::map<std::string, double> best_;
+  int round_ = 0;
 };
+
+std::map<std::string, double> measure(std::int64_t megabytes, const std::filesystem::path& folder, int rounds) {
+  std::map<std::string, double> best;
+  std::vector<torch::Tensor> tensors = make_tensors(megabytes);
+  const auto file = [&](const char* name) { return (folder / name).string(); };
+  hp::testing::RankOptions options;
+  options.timeout = options.watchdog = std::chrono::minutes(20);
+  hp::testing::run_ranks(kWorld, options, [&](int rank) {
+    State state(tensors);
+    hp::ckpt::Checkpointer checkpointer(file("run"), {.keep_last = 1});
+    Times times;
+    for (int round = 0; round <= rounds; ++round, times.next_round()) {
+      times.alone("plain_write", [&] { plain_write(file("plain"), tensors); });
+      times.together("save", [&] { hp::ckpt::save(file("ckpt"), state.dict, {.overwrite = true}); });
+      times.together("stall", [&] { checkpointer.save_async(round, state.dict); });
+      checkpointer.wait();
+      times.alone("plain_read", [&] { plain_read(file("plain"), tensors); });
+      times.together("load", [&] { hp::ckpt::load(file("ckpt"), state.dict); });
+    }
+    if (rank == 0) best = times.best();
+  });
+  return best;
+}
 
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::int64_t megabytes = argc > 1 ? std::atoll(argv[1]) : 500;
   const std::filesystem::path folder = std::filesystem::path(argc > 2 ? argv[2] : ".") / "ckpt_bench_files";
+  const int rounds = argc > 3 ? std::atoi(argv[3]) : 5;
   std::filesystem::create_directories(folder);
-  std::vector<torch::Tensor> tensors = make_tensors(megabytes);
-  const auto file = [&](const char* name) { return (folder / name).string(); };
-  const auto print = [&](const char* what, double time, double against) {
-    std::printf("%-34s %8.3f s %8.0f MB/s %6.2f\n", what, time, static_cast<double>(megabytes) / time, time / against);
-  };
-  std::printf("%lld MB in %lld tensors, median of %d, last column: time over plain file I/O\n", static_cast<long long>(megabytes),
-              static_cast<long long>(kTensors), kRounds);
-
-  const double write = median_of([&] { return seconds([&] { plain_write(file("plain"), tensors); }); });
-  print("plain write and fsync", write, write);
-  print("torch::save (no fsync)", median_of([&] { return seconds([&] { torch::save(tensors, file("torch")); }); }), write);
-  double synchronous = 0;
-  for (const int world : {1, kWorld}) {
-    synchronous = ranks_take(world, [&] {
-      return [&, state = std::make_shared<State>(tensors)] {
-        return seconds([&] { hp::ckpt::save(file("ckpt"), state->dict, {.overwrite = true}); });
-      };
-    });
-    print(world == 1 ? "ckpt::save, 1 rank" : "ckpt::save, 2 ranks", synchronous, write);
-  }
-  const double stall = ranks_take(kWorld, [&] {
-    return [run = std::make_shared<Run>(tensors, file("run"))] {
-      run->checkpointer.wait();
-      return seconds([&] { run->checkpointer.save_async(run->step++, run->state.dict); });
-    };
-  });
-  print("save_async, 2 ranks: stall", stall, write);
-  std::printf("%-34s %8.3f of a synchronous save\n", "", stall / synchronous);
-
-  const double read = median_of([&] { return seconds([&] { plain_read(file("plain"), tensors); }); });
-  print("plain read", read, read);
-  print("torch::load", median_of([&] {
-          return seconds([&] {
-            std::vector<torch::Tensor> loaded;
-            torch::load(loaded, file("torch"));
-          });
-        }),
-        read);
-  for (const int world : {1, kWorld}) {
-    const double time = ranks_take(world, [&] {
-      return
-          [&, state = std::make_shared<State>(tensors)] { return seconds([&] { hp::ckpt::load(file("ckpt"), state->dict); }); };
-    });
-    print(world == 1 ? "ckpt::load, 1 rank" : "ckpt::load, 2 ranks", time, read);
-  }
+  std::map<std::string, double> best = measure(megabytes, folder, rounds);
   std::filesystem::remove_all(folder);
+  const auto print = [&](const char* what, const char* name, const char* against) {
+    std::printf("%-28s %8.3f s %8.0f MB/s %6.2f of %s\n", what, best[name], static_cast<double>(megabytes) / best[name],
+                best[name] / best[against], against);
+  };
+  std::printf("%lld MB in %lld tensors, %d ranks, best of %d\n", static_cast<long long>(megabytes),
+              static_cast<long long>(kTensors), kWorld, rounds);
+  print("plain write and fsync", "plain_write", "plain_write");
+  print("ckpt::save", "save", "plain_write");
+  print("save_async, until it returns", "stall", "save");
+  print("plain read", "plain_read", "plain_read");
+  print("ckpt::load", "load", "plain_read");
+  std::string json;
+  for (const auto& [name, time] : best) json += hp::concat(json.empty() ? "{" : ", ", '"', name, "\": ", time);
+  std::printf("%s}\n", json.c_str());
 }

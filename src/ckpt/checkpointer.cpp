@@ -1,6 +1,5 @@
 // The checkpoints of a run, written in the background.
 #include <atomic>
-#include <cstring>
 #include <exception>
 #include <thread>
 #include <utility>
@@ -10,6 +9,7 @@
 #include "ckpt/agree.h"
 #include "ckpt/commit.h"
 #include "ckpt/save.h"
+#include "ckpt/staging.h"
 #include "comm/comm_impl.h"
 #include "comm/world_impl.h"
 
@@ -17,24 +17,6 @@ namespace hyper_parallel::ckpt {
 namespace {
 
 constexpr std::string_view kOp = "ckpt.save";
-
-/// Memory that keeps its size between saves, so that its pages are there.
-class Staging {
- public:
-  std::span<std::byte> take(std::uint64_t bytes) {
-    if (bytes > capacity_) {
-      memory_.reset();
-      memory_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
-      capacity_ = bytes;
-    }
-    return {memory_.get(), bytes};
-  }
-  [[nodiscard]] std::uint64_t capacity() const { return capacity_; }
-
- private:
-  std::unique_ptr<std::byte[]> memory_;
-  std::uint64_t capacity_ = 0;
-};
 
 }  // namespace
 
@@ -118,7 +100,7 @@ void Checkpointer::save_async(std::int64_t step, const StateDict& state, const s
   std::size_t used = 0;
   for (std::size_t i = 0; i < plan->mine.size(); ++i) {
     const std::span<const std::byte> bytes = source(i);
-    std::memcpy(staging.data() + used, bytes.data(), bytes.size());
+    copy_past_cache(staging.data() + used, bytes);
     places->push_back(staging.subspan(used, bytes.size()));
     used += bytes.size();
   }

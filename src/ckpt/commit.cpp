@@ -28,22 +28,22 @@ std::filesystem::path partial_path(const std::filesystem::path& target) {
   return target.parent_path() / concat('.', target.filename().string(), ".partial");
 }
 
-void begin_commit(const std::filesystem::path& target, bool overwrite) {
+void begin_commit(const std::filesystem::path& target, bool overwrite, const std::string& mark, std::string_view op) {
   std::error_code ignored;
   const bool there = std::filesystem::exists(target, ignored) && !std::filesystem::is_empty(target, ignored);
-  check_value(!there || overwrite, "ckpt.save", target.string(), " is there already, want another name or overwrite = true");
-  check_value(!there || std::filesystem::exists(target / kInfoFile, ignored), "ckpt.save", target.string(),
-              " holds something else than a checkpoint, which is not overwritten");
+  check_value(!there || overwrite, op, target.string(), " is there already, want another name or overwrite = true");
+  check_value(!there || std::filesystem::exists(target / mark, ignored), op, target.string(), " holds something else than ",
+              mark == kInfoFile ? "a checkpoint" : concat("a folder with ", mark), ", which is not overwritten");
   make_folders(target.parent_path());
   if (std::filesystem::exists(partial_path(target), ignored)) remove_tree(partial_path(target));
   make_folder(partial_path(target));
 }
 
-void finish_commit(const std::filesystem::path& target) {
+void finish_commit(const std::filesystem::path& target, const std::string& mark) {
   const std::filesystem::path partial = partial_path(target);
   sync_folder(partial);
   std::error_code ignored;
-  if (std::filesystem::exists(target / kInfoFile, ignored)) {
+  if (std::filesystem::exists(target / mark, ignored)) {
     exchange_paths(partial, target);
     sync_folder(target.parent_path());
     remove_tree(partial);

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace hyper_parallel::ckpt {
@@ -13,10 +14,14 @@ namespace hyper_parallel::ckpt {
 /// Where it is written until it is complete.
 [[nodiscard]] std::filesystem::path partial_path(const std::filesystem::path& target);
 
+inline constexpr const char* kCheckpointMark = "checkpoint.json";  ///< the file that makes a folder a checkpoint
+
 /// Makes the partial folder, anew if an attempt was broken off. ValueError: something is in the way, see SaveOptions::overwrite.
-void begin_commit(const std::filesystem::path& target, bool overwrite);
+/// \param mark only a folder with this file is replaced
+void begin_commit(const std::filesystem::path& target, bool overwrite, const std::string& mark = kCheckpointMark,
+                  std::string_view op = "ckpt.save");
 /// Brings the partial folder to the disk and gives it its name.
-void finish_commit(const std::filesystem::path& target);
+void finish_commit(const std::filesystem::path& target, const std::string& mark = kCheckpointMark);
 /// Removes the partial folder; errors are passed over.
 void abandon_commit(const std::filesystem::path& target) noexcept;
 

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace hyper_parallel::ckpt {
@@ -97,10 +97,60 @@ __attribute__((target("sse4.2"))) std::uint32_t update_with_sse(std::uint32_t cr
   for (; left > 0; --left, ++at) crc = _mm_crc32_u8(crc, std::to_integer<std::uint8_t>(*at));
   return crc;
 }
+
+#define HP_AVX512 __attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul,sse4.2")))
+
+/// What moves a remainder of 128 bits past `bits` more: for the lower and for the upper half, reflected.
+struct Fold {
+  explicit Fold(std::uint64_t bits) : low(multiply(power((bits + 24) / 8), kX7)), high(multiply(power((bits - 40) / 8), kX7)) {}
+  static constexpr std::uint32_t kX7 = 0x01000000;
+  std::uint32_t low, high;  // x^(bits + 31), x^(bits - 33)
+};
+
+HP_AVX512 __m512i constants(const Fold& fold) {
+  return _mm512_setr4_epi32(static_cast<int>(fold.low), 0, static_cast<int>(fold.high), 0);
+}
+
+HP_AVX512 __m512i fold_past(__m512i value, __m512i by, __m512i data) {
+  return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(value, by, 0x00), _mm512_clmulepi64_epi128(value, by, 0x11), data,
+                                   0x96);
+}
+
+HP_AVX512 __m128i fold_past(__m128i value, __m128i by, __m128i data) {
+  return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(value, by, 0x00), _mm_clmulepi64_si128(value, by, 0x11)), data);
+}
+
+/// Carry-less products fold 256 bytes at a time (Gopal et al. 2009), a few times faster than memory. For 256 bytes or more.
+HP_AVX512 std::uint32_t update_with_avx512(std::uint32_t crc, std::span<const std::byte> bytes) {
+  static const Fold past_256(8 * 256), past_64(8 * 64), past_16(8 * 16);
+  const std::byte* at = bytes.data();
+  std::size_t left = bytes.size();
+  __m512i a = _mm512_xor_si512(_mm512_loadu_si512(at), _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
+  __m512i b = _mm512_loadu_si512(at + 64), c = _mm512_loadu_si512(at + 128), d = _mm512_loadu_si512(at + 192);
+  const __m512i by_256 = constants(past_256), by_64 = constants(past_64);
+  for (at += 256, left -= 256; left >= 256; at += 256, left -= 256) {
+    a = fold_past(a, by_256, _mm512_loadu_si512(at));
+    b = fold_past(b, by_256, _mm512_loadu_si512(at + 64));
+    c = fold_past(c, by_256, _mm512_loadu_si512(at + 128));
+    d = fold_past(d, by_256, _mm512_loadu_si512(at + 192));
+  }
+  d = fold_past(fold_past(fold_past(a, by_64, b), by_64, c), by_64, d);
+  alignas(64) __m128i lanes[4];
+  _mm512_store_si512(lanes, d);
+  const __m128i by_16 = _mm_setr_epi32(static_cast<int>(past_16.low), 0, static_cast<int>(past_16.high), 0);
+  const __m128i sum = fold_past(fold_past(fold_past(lanes[0], by_16, lanes[1]), by_16, lanes[2]), by_16, lanes[3]);
+  const auto low = static_cast<std::uint64_t>(_mm_cvtsi128_si64(sum));
+  const auto high = static_cast<std::uint64_t>(_mm_extract_epi64(sum, 1));
+  crc = static_cast<std::uint32_t>(_mm_crc32_u64(_mm_crc32_u64(0, low), high));
+  return update_with_sse(crc, {at, left});
+}
 #endif
 
 std::uint32_t update(std::uint32_t crc, std::span<const std::byte> bytes) {
 #if defined(__x86_64__)
+  static const bool has_avx512 = __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512vl") != 0 &&
+                                 __builtin_cpu_supports("vpclmulqdq") != 0;
+  if (has_avx512 && bytes.size() >= 256) return update_with_avx512(crc, bytes);
   static const bool has_sse = __builtin_cpu_supports("sse4.2") != 0;
   if (has_sse) return update_with_sse(crc, bytes);
 #endif

@@ -14,6 +14,9 @@ inline constexpr int kFormatVersion = 1;
 /// ValueError unless `text` is JSON (or empty). \return it, or "null"
 [[nodiscard]] std::string check_extra(std::string_view op, const std::string& text);
 
+/// What the tensors of safetensors files are, each of them one piece. Names of files are relative to `folder`.
+[[nodiscard]] CheckpointInfo info_of_set(const std::filesystem::path& folder, const SafetensorsSet& set);
+
 /// Where a piece lies in its file. CheckpointError: it is not there, or another than checkpoint.json says.
 [[nodiscard]] const TensorEntry& piece_entry(const SafetensorsFile& file, const CheckpointInfo::Tensor& tensor,
                                              const CheckpointInfo::Piece& piece);

@@ -12,12 +12,12 @@
 #include "ckpt/dtypes.h"
 #include "ckpt/holdings.h"
 #include "ckpt/info.h"
+#include "ckpt/load.h"
 #include "ckpt/runs.h"
 
 namespace hyper_parallel::ckpt {
 namespace {
 
-constexpr std::string_view kOp = "ckpt.load";
 constexpr std::uint64_t kChunk = 256 << 10;
 
 /// What a rank has read of a stored piece, for the check that the ranks do together.
@@ -36,24 +36,26 @@ std::string joined(const std::vector<std::string>& names) {
 /// One call of load.
 class Loader {
  public:
-  Loader(const std::filesystem::path& path, StateDict& state, const LoadOptions& options)
+  Loader(const std::filesystem::path& path, StateDict& state, const LoadOptions& options, const PieceSource& source)
       : path_(path),
         state_(state),
         options_(options),
+        source_(source),
+        op_(source.op),
         comm_(comm_or_world(options.comm)),
-        patience_{.label = kOp, .timeout = options.timeout} {}
+        patience_{.label = op_, .timeout = options.timeout} {}
 
   LoadResult run() {
     compare();
     agree(
-        comm_, kOp,
+        comm_, op_,
         [&] {
           open_files();
           return std::string();
         },
         patience_);
     agree(
-        comm_, kOp,
+        comm_, op_,
         [&] {
           state_.prepare();
           check_dtypes();
@@ -61,10 +63,10 @@ class Loader {
         },
         patience_);
     const std::vector<std::string> shares = agree(
-        comm_, kOp, [&] { return read(); }, patience_);
+        comm_, op_, [&] { return read(); }, patience_);
     check_shares(shares);
     agree(
-        comm_, kOp,
+        comm_, op_,
         [&] {
           state_.finish();
           return std::string();
@@ -83,11 +85,11 @@ class Loader {
   /// Names and shapes of the checkpoint against those of all ranks.
   void compare() {
     const std::vector<std::string> packed = agree(
-        comm_, kOp,
+        comm_, op_,
         [&] {
-          info_ = read_info(path_);
+          info_ = source_.info();
           for (const auto& [name, entry] : state_.entries()) {
-            check_value(entry.local.defined() || info_.tensors.contains(name), kOp, name, " was added for another checkpoint");
+            check_value(entry.local.defined() || info_.tensors.contains(name), op_, name, " was added for another checkpoint");
           }
           return pack(holdings_of(state_, &info_));
         },
@@ -95,7 +97,7 @@ class Loader {
     std::vector<Holdings> holdings;
     for (const std::string& text : packed) holdings.push_back(unpack(text));
     std::vector<std::string> shapes;
-    for (GlobalTensor& tensor : combine(kOp, holdings)) {
+    for (GlobalTensor& tensor : combine(op_, holdings)) {
       const std::string& name = tensor.spec.name;
       if (!wanted(name)) continue;
       const auto found = info_.tensors.find(name);
@@ -117,7 +119,7 @@ class Loader {
     if (options_.strict) add("missing: ", result_.missing);
     if (options_.strict) add("unexpected: ", result_.unexpected);
     add("shapes: ", shapes);
-    check_value(problems.empty(), kOp, path_.string(), ": ", problems);
+    check_value(problems.empty(), op_, path_.string(), ": ", problems);
     check_dtypes();
   }
 
@@ -132,7 +134,7 @@ class Loader {
       if (here != found->second.dtype)
         wrong.push_back(concat(name, " is ", to_string(found->second.dtype), " there, want ", to_string(here)));
     }
-    check_value(wrong.empty(), kOp, path_.string(), ": dtypes: ", joined(wrong), "; convert_dtype = true casts");
+    check_value(wrong.empty(), op_, path_.string(), ": dtypes: ", joined(wrong), "; convert_dtype = true casts");
   }
 
   /// Files that this rank reads, and their headers.
@@ -147,8 +149,13 @@ class Loader {
           throw CheckpointError(concat("[ckpt] ", file->path().string(), ": has ", file->header().file_size, " bytes, want ",
                                        info_.files[piece.file].bytes));
       }
-      (void)piece_entry(*file, tensor, piece);
+      (void)entry_of(*file, tensor, piece);
     });
+  }
+
+  [[nodiscard]] const TensorEntry& entry_of(const SafetensorsFile& file, const CheckpointInfo::Tensor& tensor,
+                                            const CheckpointInfo::Piece& piece) const {
+    return source_.checkpoint ? piece_entry(file, tensor, piece) : file.at(piece.key);
   }
 
   /// f(entry, tensor, piece, number of the piece, box of this rank, elements before that box in the local tensor, what both
@@ -177,7 +184,7 @@ class Loader {
   /// Whether this rank answers for the checksum of a box: the first of those that have it.
   [[nodiscard]] bool answers_for(const std::string& name, const Box& box) const {
     const GlobalTensor& tensor = all_.at(name);
-    if (!tensor.exact) return false;
+    if (!source_.checkpoint || !tensor.exact) return false;
     for (const Region& region : tensor.regions) {
       if (region.box == box) return region.holders.front() == comm_.rank();
     }
@@ -233,7 +240,7 @@ class Loader {
   std::uint32_t read_part(const CheckpointInfo::Tensor& tensor, const CheckpointInfo::Piece& piece, const Box& box,
                           const Box& shared, std::byte* data, std::int64_t size) {
     const SafetensorsFile& file = *files_[piece.file];
-    const TensorEntry& entry = piece_entry(file, tensor, piece);
+    const TensorEntry& entry = entry_of(file, tensor, piece);
     const auto all = static_cast<std::uint64_t>(shared.numel() * size);
     PartialCrc32c crc;
     for_each_run(piece.box, box, shared, [&](std::int64_t from, std::int64_t to, std::int64_t count) {
@@ -247,7 +254,7 @@ class Loader {
         } else {
           file.read(entry, offset + at, chunk);
         }
-        crc.add(offset + at, chunk);
+        if (source_.checkpoint) crc.add(offset + at, chunk);
         at += chunk.size();
       }
     });
@@ -282,12 +289,14 @@ class Loader {
       }
     }
     if (!damaged.empty())
-      throw CheckpointError(concat('[', kOp, "] checksums differ from ", kInfoFile, ", these are damaged: ", joined(damaged)));
+      throw CheckpointError(concat('[', op_, "] checksums differ from ", kInfoFile, ", these are damaged: ", joined(damaged)));
   }
 
   std::filesystem::path path_;
   StateDict& state_;
   const LoadOptions& options_;
+  const PieceSource& source_;
+  std::string_view op_;
   Comm comm_;
   CommOptions patience_;
   CheckpointInfo info_;
@@ -298,8 +307,13 @@ class Loader {
 
 }  // namespace
 
+LoadResult load_pieces(const std::filesystem::path& path, StateDict& state, const LoadOptions& options,
+                       const PieceSource& source) {
+  return Loader(path, state, options, source).run();
+}
+
 LoadResult load(const std::filesystem::path& path, StateDict& state, const LoadOptions& options) {
-  return Loader(path, state, options).run();
+  return load_pieces(path, state, options, {.op = "ckpt.load", .info = [&] { return read_info(path); }});
 }
 
 }  // namespace hyper_parallel::ckpt

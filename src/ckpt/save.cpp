@@ -24,20 +24,6 @@ constexpr std::string_view kOp = "ckpt.save";
 /// Bytes that are checksummed and written at a time: they stay in the cache in between.
 constexpr std::uint64_t kChunk = 256 << 10;
 
-std::string file_name(int rank) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "rank-%05d.safetensors", rank);
-  return text;
-}
-
-std::vector<TensorSpec> specs_of(const SavePlan& plan, int rank) {
-  std::vector<TensorSpec> specs;
-  for (const PlannedPiece& piece : plan.pieces) {
-    if (piece.rank == rank) specs.push_back({piece.key, plan.tensors[piece.tensor].spec.dtype, piece.box.size});
-  }
-  return specs;
-}
-
 /// Elements of this rank's part before those of `piece`.
 std::int64_t offset_in(const StateDict::Entry& entry, const Box& piece) {
   std::int64_t offset = 0;
@@ -78,7 +64,22 @@ std::string write_file(const std::filesystem::path& folder, const SavePlan& plan
   return checksums;
 }
 
-/// What checkpoint.json says. The pieces of each rank are in the order of its file.
+}  // namespace
+
+std::string file_name(int rank) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "rank-%05d.safetensors", rank);
+  return text;
+}
+
+std::vector<TensorSpec> specs_of(const SavePlan& plan, int rank) {
+  std::vector<TensorSpec> specs;
+  for (const PlannedPiece& piece : plan.pieces) {
+    if (piece.rank == rank) specs.push_back({piece.key, plan.tensors[piece.tensor].spec.dtype, piece.box.size});
+  }
+  return specs;
+}
+
 CheckpointInfo info_of(const SavePlan& plan, const std::vector<std::string>& checksums) {
   CheckpointInfo info;
   info.world_size = static_cast<int>(checksums.size());
@@ -102,11 +103,10 @@ CheckpointInfo info_of(const SavePlan& plan, const std::vector<std::string>& che
   return info;
 }
 
-}  // namespace
-
-Holdings holdings_of(const StateDict& state, const CheckpointInfo* saved) {
+Holdings holdings_of(const StateDict& state, const CheckpointInfo* saved, std::string_view prefix) {
   Holdings holdings;
   for (const auto& [name, entry] : state.entries()) {
+    if (!name.starts_with(prefix)) continue;
     // What a load will make has the dtype that is stored.
     const Dtype dtype = entry.local.defined() ? dtype_of(entry.local.scalar_type(), name) : saved->tensors.at(name).dtype;
     holdings.push_back({{name, dtype, entry.shape}, entry.boxes, entry.layout});
@@ -114,15 +114,17 @@ Holdings holdings_of(const StateDict& state, const CheckpointInfo* saved) {
   return holdings;
 }
 
-SavePlan plan_save(const StateDict& state, const std::string& extra, const Comm& comm, const CommOptions& options) {
+SavePlan plan_save(const StateDict& state, const std::string& extra, const Comm& comm, const CommOptions& options,
+                   std::string_view prefix) {
   SavePlan plan;
   const std::vector<std::string> packed = agree(
       comm, kOp,
       [&] {
         plan.extra = check_extra(kOp, extra);
         for (const auto& [name, entry] : state.entries())
-          check_value(entry.local.defined() && !entry.local.is_meta(), kOp, name, " has no values, want a tensor with memory");
-        return pack(holdings_of(state, nullptr));
+          check_value(!name.starts_with(prefix) || (entry.local.defined() && !entry.local.is_meta()), kOp, name,
+                      " has no values, want a tensor with memory");
+        return pack(holdings_of(state, nullptr, prefix));
       },
       options);
   std::vector<Holdings> holdings;

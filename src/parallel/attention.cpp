@@ -79,6 +79,10 @@ ParallelAttentionImpl::ParallelAttentionImpl(std::int64_t size, ParallelAttentio
   k_proj = register_module("k_proj", ColumnParallelLinear(dim, kv_count_ * head_dim_, kv_linear));
   v_proj = register_module("v_proj", ColumnParallelLinear(dim, kv_count_ * head_dim_, kv_linear));
   o_proj = register_module("o_proj", RowParallelLinear(n_heads * head_dim_, dim, linear));
+  if (!options.qk_norm) return;
+  const ParallelNormOptions norm{.mesh = options.mesh, .sequence_parallel = true, .eps = options.norm_eps};  // partial gradients
+  q_norm = register_module("q_norm", ParallelRMSNorm(head_dim_, norm));
+  k_norm = register_module("k_norm", ParallelRMSNorm(head_dim_, norm));
 }
 
 torch::Tensor ParallelAttentionImpl::mix(const torch::Tensor& q, torch::Tensor k, torch::Tensor v,
@@ -101,14 +105,21 @@ torch::Tensor ParallelAttentionImpl::mix(const torch::Tensor& q, torch::Tensor k
 torch::Tensor ParallelAttentionImpl::forward(torch::Tensor x, AttentionArguments arguments) {
   x = enter(x, comm_, sequence_of(options), arguments.sequence_length, "ParallelAttention");
   const std::int64_t batch = x.size(0), length = x.size(1);
-  const auto heads_of = [&](const at::Tensor& t, std::int64_t n) {
-    return t.view({batch, length, n, head_dim_}).transpose(1, 2);
+  const auto heads_of = [&](const at::Tensor& t, std::int64_t n, ParallelRMSNorm norm = nullptr) {
+    const at::Tensor parts = t.view({batch, length, n, head_dim_});
+    return (norm.is_empty() ? parts : norm(parts)).transpose(1, 2);
   };
   at::Tensor q = q_proj(x), k = k_proj(x), v = v_proj(x);
   // Without heads: no features, but a way back to x, whose gradient is summed over all ranks.
-  if (heads_.size() == 0) return o_proj(at::cat({q, k, v}, -1));
-  q = heads_of(q, heads_.size());
-  k = heads_of(k, kv_heads_.size());
+  if (heads_.size() == 0) {
+    if (options.qk_norm) {
+      q = heads_of(q, 0, q_norm).transpose(1, 2).flatten(2);
+      k = heads_of(k, 0, k_norm).transpose(1, 2).flatten(2);
+    }
+    return o_proj(at::cat({q, k, v}, -1));
+  }
+  q = heads_of(q, heads_.size(), q_norm);
+  k = heads_of(k, kv_heads_.size(), k_norm);
   v = heads_of(v, kv_heads_.size());
   if (arguments.cos.defined()) {
     q = rotate(q, arguments.cos, arguments.sin);

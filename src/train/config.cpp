@@ -11,6 +11,7 @@
 #include <toml++/toml.h>
 
 #include "train/config_fields.h"
+#include "train/rope.h"
 
 namespace hyper_parallel::train {
 namespace {
@@ -172,10 +173,13 @@ void check_consistency(const Config& c) {
     throw ValueError(concat(error.what(), " (", c.where("train.activation_checkpoint"), ")"));
   }
   const ModelConfig& m = c.model;
-  check_value(m.dim % m.n_heads == 0, "config", "model.dim = ", m.dim, ", want a multiple of model.n_heads = ", m.n_heads, " (",
-              c.where("model.dim"), ")");
-  check_value(m.dim / m.n_heads % 2 == 0, "config", "model.dim / model.n_heads = ", m.dim / m.n_heads,
-              ", want an even number for the rotary embedding (", c.where("model.n_heads"), ")");
+  check_value(m.head_dim > 0 || m.dim % m.n_heads == 0, "config", "model.dim = ", m.dim,
+              ", want a multiple of model.n_heads = ", m.n_heads, " (", c.where("model.dim"), ")");
+  check_value(head_dim_of(m) > 0 && head_dim_of(m) % 2 == 0, "config",
+              m.head_dim > 0 ? "model.head_dim = " : "model.dim / model.n_heads = ", head_dim_of(m),
+              ", want an even number for the rotary embedding (", c.where(m.head_dim > 0 ? "model.head_dim" : "model.n_heads"),
+              ")");
+  check_rope(m);
   check_value(m.n_heads % m.n_kv_heads == 0, "config", "model.n_kv_heads = ", m.n_kv_heads,
               ", want a divisor of model.n_heads = ", m.n_heads, " (", c.where("model.n_kv_heads"), ")");
   check_value(m.vocab_size >= 256, "config", "model.vocab_size = ", m.vocab_size,
@@ -191,6 +195,8 @@ void check_consistency(const Config& c) {
 }
 
 }  // namespace
+
+std::int64_t head_dim_of(const ModelConfig& model) { return model.head_dim > 0 ? model.head_dim : model.dim / model.n_heads; }
 
 std::int64_t checkpoint_every(const std::string& text) {
   constexpr std::string_view kEvery = "block:";

@@ -13,6 +13,21 @@ Rule real(double min, double max) { return {.min = min, .max = max}; }
 Rule positive() { return {.min = 0, .above = true}; }
 Rule one_of(std::vector<std::string_view> choices) { return {.choices = std::move(choices)}; }
 
+void add_rope(std::vector<Field>& fields, ModelConfig& m) {
+  fields.push_back({"model", "rope_scaling", &m.rope_scaling, "how rotary angles are stretched to longer contexts",
+                    one_of({"none", "linear", "dynamic", "llama3", "yarn"})});
+  fields.push_back({"model", "rope_factor", &m.rope_factor, "by how much", {.min = 1, .max = 1e6}});
+  fields.push_back({"model", "rope_original_len", &m.rope_original_len,
+                    "context of the first training (0: max_seq_len; dynamic, llama3, yarn)", at_least(0)});
+  fields.push_back({"model", "rope_low_freq_factor", &m.rope_low_freq_factor, "llama3: longer waves are stretched", positive()});
+  fields.push_back({"model", "rope_high_freq_factor", &m.rope_high_freq_factor, "llama3: shorter waves are not", positive()});
+  fields.push_back({"model", "rope_beta_fast", &m.rope_beta_fast, "yarn: faster rotations are not stretched", positive()});
+  fields.push_back({"model", "rope_beta_slow", &m.rope_beta_slow, "yarn: slower rotations are", positive()});
+  fields.push_back({"model", "rope_attention_factor", &m.rope_attention_factor,
+                    "yarn: multiplies cosines and sines (0: 0.1 ln(rope_factor) + 1)", real(0, 1e6)});
+  fields.push_back({"model", "rope_truncate", &m.rope_truncate, "yarn: the bounds of the ramp are whole numbers"});
+}
+
 void add_model(std::vector<Field>& fields, ModelConfig& m) {
   fields.push_back({"model", "dim", &m.dim, "width of the residual stream", at_least(1)});
   fields.push_back({"model", "n_layers", &m.n_layers, "decoder blocks", at_least(1)});
@@ -24,6 +39,10 @@ void add_model(std::vector<Field>& fields, ModelConfig& m) {
   fields.push_back({"model", "rope_theta", &m.rope_theta, "base of the rotary embedding", positive()});
   fields.push_back({"model", "norm_eps", &m.norm_eps, "added to the mean square in RMSNorm", positive()});
   fields.push_back({"model", "tied", &m.tied, "embedding and output projection share one weight"});
+  fields.push_back({"model", "head_dim", &m.head_dim, "width of a head (0: dim / n_heads)", at_least(0)});
+  fields.push_back({"model", "qk_norm", &m.qk_norm, "normalize queries and keys, head by head"});
+  fields.push_back({"model", "attention_bias", &m.attention_bias, "biases in the projections of attention"});
+  add_rope(fields, m);
 }
 
 void add_experts(std::vector<Field>& fields, ModelConfig& m) {

@@ -4,12 +4,16 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <algorithm>
 #include <cmath>
+#include <tuple>
 #include <utility>
 
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/nn/checkpoint.h>
 #include <hyper_parallel/parallel/functions.h>
+
+#include "train/rope.h"
 
 namespace hyper_parallel::train {
 namespace {
@@ -50,6 +54,10 @@ LlamaBlockImpl::LlamaBlockImpl(const ModelConfig& c, const LlamaParallel& meshes
   self_attn = register_module(
       "self_attn", pl::ParallelAttention(c.dim, pl::ParallelAttentionOptions{.n_heads = c.n_heads,
                                                                              .n_kv_heads = c.n_kv_heads,
+                                                                             .head_dim = c.head_dim,
+                                                                             .bias = c.attention_bias,
+                                                                             .qk_norm = c.qk_norm,
+                                                                             .norm_eps = c.norm_eps,
                                                                              .mesh = meshes.tp,
                                                                              .sequence_parallel = meshes.sequence_parallel,
                                                                              .cp_mesh = meshes.cp}));
@@ -75,8 +83,11 @@ pl::MoEOutput LlamaBlockImpl::forward(torch::Tensor x, pl::AttentionArguments ar
 LlamaImpl::LlamaImpl(const ModelConfig& model_config, std::uint64_t seed, LlamaParallel llama_meshes)
     : config(model_config), meshes(std::move(llama_meshes)) {
   const ModelConfig& c = config;
-  check_value(c.n_heads > 0 && c.dim % c.n_heads == 0 && c.dim / c.n_heads % 2 == 0, "Llama", "dim ", c.dim, " and n_heads ",
-              c.n_heads, ", want an even dim / n_heads");
+  check_value(c.n_heads > 0 && c.head_dim >= 0 && (c.head_dim > 0 || c.dim % c.n_heads == 0) && head_dim_of(c) > 0 &&
+                  head_dim_of(c) % 2 == 0,
+              "Llama", "dim ", c.dim, ", n_heads ", c.n_heads, " and head_dim ", c.head_dim,
+              ", want an even head_dim, or an even dim / n_heads");
+  check_rope(c);
   check_value(c.n_kv_heads == 0 || (c.n_kv_heads > 0 && c.n_heads % c.n_kv_heads == 0), "Llama", "n_kv_heads ", c.n_kv_heads,
               ", want a divisor of n_heads ", c.n_heads);
   check_value(meshes.tp.defined() || !meshes.sequence_parallel, "Llama", "sequence_parallel without tp, want both or neither");
@@ -96,13 +107,25 @@ LlamaImpl::LlamaImpl(const ModelConfig& model_config, std::uint64_t seed, LlamaP
   }
   reset_parameters(seed);
 
-  const std::int64_t head_dim = c.dim / c.n_heads;
+  std::tie(cos, sin) = rotary(c.rope_scaling == "dynamic" ? std::min(original_len(c), c.max_seq_len) : c.max_seq_len);
+}
+
+std::pair<torch::Tensor, torch::Tensor> LlamaImpl::rotary(std::int64_t length) const {
+  const std::int64_t head_dim = head_dim_of(config);
   const auto real = torch::device(torch::kCPU).dtype(torch::kFloat);  // not on meta, where hp::MetaInit puts the parameters
-  const torch::Tensor frequency = torch::pow(c.rope_theta, -torch::arange(0, head_dim, 2, real) / head_dim);
-  const torch::Tensor angle = torch::outer(torch::arange(c.max_seq_len, real), frequency);
+  torch::Tensor frequency;
+  double scale = 1.0;
+  if (config.rope_scaling == "none") {
+    frequency = torch::pow(config.rope_theta, -torch::arange(0, head_dim, 2, real) / head_dim);
+  } else {
+    const Rope rope = scaled_rope(config, head_dim, length);
+    frequency = torch::tensor(rope.frequencies, real);
+    scale = rope.scale;
+  }
+  const torch::Tensor angle = torch::outer(torch::arange(length, real), frequency);
   const torch::Tensor both = torch::cat({angle, angle}, -1);
-  cos = both.cos();
-  sin = both.sin();
+  if (scale == 1.0) return {both.cos(), both.sin()};
+  return {both.cos() * scale, both.sin() * scale};
 }
 
 void LlamaImpl::reset_parameters(std::uint64_t seed) {
@@ -124,7 +147,7 @@ void LlamaImpl::init_parameter(const std::string& name, torch::Tensor& whole, at
   if (whole.dim() >= 2)
     whole.normal_(0.0, residual ? residual_std : kInitStd, generator);
   else
-    whole.fill_(1.0);
+    whole.fill_(name.ends_with(".bias") ? 0.0 : 1.0);
 }
 
 pl::SequenceSplit LlamaImpl::split_of(std::int64_t length) const { return {length, alone(cp_) ? 1 : cp_.size()}; }
@@ -143,7 +166,8 @@ torch::Tensor LlamaImpl::forward(torch::Tensor tokens) {
   const std::int64_t length = tokens.size(1);
   check_value(length <= config.max_seq_len, "Llama", "sequence of ", length,
               " tokens, want at most max_seq_len = ", config.max_seq_len);
-  torch::Tensor c = cos.narrow(0, 0, length), s = sin.narrow(0, 0, length);
+  // Only "dynamic" has other angles for longer sequences.
+  auto [c, s] = length <= cos.size(0) ? std::pair(cos.narrow(0, 0, length), sin.narrow(0, 0, length)) : rotary(length);
   if (!alone(cp_)) {
     const pl::SequenceSplit split = split_of(length);
     tokens = split.part(tokens, 1, cp_.rank());

@@ -7,13 +7,20 @@ namespace {
 
 std::int64_t bytes_of(const std::string& dtype) { return dtype == "float32" ? 4 : 2; }
 
-std::int64_t kv_dim(const ModelConfig& m) { return m.dim / m.n_heads * (m.n_kv_heads > 0 ? m.n_kv_heads : m.n_heads); }
+std::int64_t kv_dim(const ModelConfig& m) { return head_dim_of(m) * (m.n_kv_heads > 0 ? m.n_kv_heads : m.n_heads); }
+std::int64_t q_dim(const ModelConfig& m) { return head_dim_of(m) * m.n_heads; }
+
+// Norms and biases of a block.
+std::int64_t vectors_of(const ModelConfig& m) {
+  const std::int64_t biases = m.attention_bias ? q_dim(m) + 2 * kv_dim(m) + m.dim : 0;
+  return 2 * m.dim + (m.qk_norm ? 2 * head_dim_of(m) : 0) + biases;
+}
 
 std::int64_t experts_of(const ModelConfig& m) { return m.n_experts * 3 * m.dim * m.expert_ffn_dim; }
 
 // The matrices of a block but for routers and stacks of experts.
 std::int64_t plain_matrices(const ModelConfig& m, std::int64_t layer) {
-  const std::int64_t attention = 2 * m.dim * m.dim + 2 * m.dim * kv_dim(m);
+  const std::int64_t attention = 2 * m.dim * q_dim(m) + 2 * m.dim * kv_dim(m);
   return attention + 3 * m.dim * (has_experts(m, layer) ? m.shared_ffn_dim : m.ffn_dim);
 }
 
@@ -22,14 +29,15 @@ std::int64_t router_of(const ModelConfig& m, std::int64_t layer) { return has_ex
 /// What `ranks` cut, at most.
 std::int64_t cut(std::int64_t n, std::int64_t ranks) { return (n + ranks - 1) / ranks; }
 
-// Elements that plain autograd keeps of one token of one block: the inputs of both norms and of their products (10 dim in all),
-// keys and values, and the four tensors of the SwiGLU. With experts, for each of the top_k that a token visits: its row on the
-// way in and out, and the SwiGLU; ranks of tp have a part of the tokens, those of ep as many rows as they have sent if the
-// experts are balanced. Keys and values are gathered over cp.
+// Elements that plain autograd keeps of one token of one block: the inputs of both norms and of their products (8 dim in all),
+// queries and what attention gives, keys and values, what the norms of queries and keys read, and the four tensors of the SwiGLU.
+// With experts, for each of the top_k that a token visits: its row on the way in and out, and the SwiGLU; ranks of tp have a part
+// of the tokens, those of ep as many rows as they have sent if the experts are balanced. Keys and values are gathered over cp.
 std::int64_t block_elements(const ModelConfig& m, const BatchPlan& batches, bool sequence_parallel, std::int64_t layer) {
   const std::int64_t tp = batches.tp;
   const std::int64_t stream = sequence_parallel ? cut(6 * m.dim, tp) + 2 * m.dim : 8 * m.dim;
-  const std::int64_t attention = cut(2 * m.dim, tp) + cut(2 * kv_dim(m) * (batches.cp > 1 ? batches.cp + 1 : 1), tp);
+  const std::int64_t attention = cut(2 * q_dim(m) + (m.qk_norm ? q_dim(m) + kv_dim(m) : 0), tp) +
+                                 cut(2 * kv_dim(m) * (batches.cp > 1 ? batches.cp + 1 : 1), tp);
   if (!has_experts(m, layer)) return stream + attention + cut(4 * m.ffn_dim, tp);
   return stream + attention + cut(4 * m.shared_ffn_dim, tp) + cut(m.top_k * (4 * m.dim + 4 * m.expert_ffn_dim), tp) + m.n_experts;
 }
@@ -63,7 +71,7 @@ std::vector<UnitSize> llama_units(const ModelConfig& m) {
     units.push_back({"embed_tokens", embedding});
   for (std::int64_t i = 0; i < m.n_layers; ++i) {
     const std::string name = concat("layers.", i);
-    units.push_back({name, 2 * m.dim + plain_matrices(m, i) + router_of(m, i)});
+    units.push_back({name, vectors_of(m) + plain_matrices(m, i) + router_of(m, i)});
     if (has_experts(m, i)) units.push_back({name + ".mlp.experts", experts_of(m)});
   }
   if (!m.tied) units.push_back({"norm, lm_head", embedding + m.dim});

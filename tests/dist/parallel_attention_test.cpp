@@ -140,12 +140,18 @@ struct AttentionCase {
   int64_t heads, kv_heads;
   bool sequence;
   int64_t length;
+  bool qk_norm = false;
 };
 
 /// The layer without meshes, on its formula.
 Tensor layer_formula(ParallelAttentionImpl& layer, const Tensor& x, const Tensor& cos, const Tensor& sin) {
   const auto heads = [&](const Tensor& t) { return t.view({x.size(0), x.size(1), -1, 4}).transpose(1, 2); };
-  const Tensor q = rotated(heads(layer.q_proj(x)), cos, sin), k = rotated(heads(layer.k_proj(x)), cos, sin);
+  const auto normal = [&](const Tensor& t, const ParallelRMSNorm& norm) {
+    if (norm.is_empty()) return t;
+    return t / (t.pow(2).mean(-1, true) + layer.options.norm_eps).sqrt() * norm->weight;
+  };
+  const Tensor q = rotated(normal(heads(layer.q_proj(x)), layer.q_norm), cos, sin);
+  const Tensor k = rotated(normal(heads(layer.k_proj(x)), layer.k_norm), cos, sin);
   const Tensor mixed = plain_attention(q, k, heads(layer.v_proj(x)), true);
   return layer.o_proj(mixed.transpose(1, 2).reshape({x.size(0), x.size(1), -1}));
 }
@@ -157,7 +163,8 @@ void expect_same_attention(const AttentionCase& c, torch::Dtype dtype, bool chec
     constexpr int64_t kDim = 10;
     const int cp = c.world / c.tp;
     const DeviceMesh mesh = init_device_mesh("cpu", {cp, c.tp}, {"cp", "tp"});
-    ParallelAttentionOptions options{.n_heads = c.heads, .n_kv_heads = c.kv_heads, .head_dim = 4, .bias = true};
+    ParallelAttentionOptions options{
+        .n_heads = c.heads, .n_kv_heads = c.kv_heads, .head_dim = 4, .bias = true, .qk_norm = c.qk_norm, .norm_eps = 1e-3};
     ParallelAttention whole(kDim, options);
     options.mesh = mesh["tp"];
     options.sequence_parallel = c.sequence;
@@ -205,13 +212,15 @@ void expect_same_attention(const AttentionCase& c, torch::Dtype dtype, bool chec
 
 TEST(ParallelAttention, EqualsOneRank) {
   const AttentionCase cases[] = {
-      {1, 1, 4, 4, false, 5}, {2, 2, 4, 4, false, 5}, {2, 2, 4, 2, true, 5},
+      {1, 1, 4, 4, false, 5},       {2, 2, 4, 4, false, 5},       {2, 2, 4, 2, true, 5},
       {4, 4, 4, 2, false, 5},  // fewer key heads than ranks
-      {4, 4, 8, 2, true, 5},  {2, 2, 3, 3, false, 5}, {2, 2, 3, 1, true, 5},
-      {3, 3, 4, 2, false, 5},                                                 // uneven heads
-      {4, 4, 6, 3, true, 6},  {4, 4, 2, 1, false, 4}, {4, 4, 3, 3, true, 4},  // ranks without heads
-      {2, 1, 4, 2, false, 9}, {4, 1, 2, 2, false, 3}, {4, 2, 4, 2, false, 9},
+      {4, 4, 8, 2, true, 5},        {2, 2, 3, 3, false, 5},       {2, 2, 3, 1, true, 5},
+      {3, 3, 4, 2, false, 5},                                                             // uneven heads
+      {4, 4, 6, 3, true, 6},        {4, 4, 2, 1, false, 4},       {4, 4, 3, 3, true, 4},  // ranks without heads
+      {2, 1, 4, 2, false, 9},       {4, 1, 2, 2, false, 3},       {4, 2, 4, 2, false, 9},
       {4, 2, 3, 1, true, 10},  // with context parallelism
+      {1, 1, 4, 2, false, 5, true}, {2, 2, 4, 2, true, 5, true},  {4, 4, 2, 1, false, 4, true},
+      {4, 4, 8, 2, true, 5, true},  {4, 2, 3, 1, true, 10, true},  // queries and keys are normalized
   };
   for (const AttentionCase& c : cases) {
     for (const auto dtype : {torch::kFloat, torch::kBFloat16}) expect_same_attention(c, dtype, false);

@@ -6,6 +6,7 @@
 
 #include <hyper_parallel/parallel/context.h>
 #include <hyper_parallel/parallel/linear.h>
+#include <hyper_parallel/parallel/norm.h>
 
 namespace hyper_parallel::parallel {
 
@@ -41,6 +42,10 @@ struct ParallelAttentionOptions {
   std::int64_t n_kv_heads = 0;  ///< 0: n_heads; otherwise query head h reads key head h / (n_heads / n_kv_heads)
   std::int64_t head_dim = 0;    ///< 0: dim / n_heads
   bool bias = false;
+  /// RMSNorm of each query and key head, before they are rotated (Qwen3): children q_norm and k_norm, whole on all ranks, whose
+  /// gradients are partial over `mesh`.
+  bool qk_norm = false;
+  double norm_eps = 1e-5;  ///< of qk_norm
   bool causal = true;
   DeviceMesh mesh = {};  ///< cuts the heads; undefined: they are not cut
   bool sequence_parallel = false;
@@ -83,6 +88,7 @@ class HP_API ParallelAttentionImpl : public torch::nn::Module {
   const ParallelAttentionOptions options;
   ColumnParallelLinear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr};
   RowParallelLinear o_proj{nullptr};
+  ParallelRMSNorm q_norm{nullptr}, k_norm{nullptr};  ///< empty without qk_norm
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionArguments())})

@@ -22,7 +22,20 @@ struct ModelConfig {
   std::int64_t max_seq_len = 256;
   double rope_theta = 10000.0;
   double norm_eps = 1e-5;
-  bool tied = false;  ///< the output projection is the embedding's weight
+  bool tied = false;            ///< the output projection is the embedding's weight
+  std::int64_t head_dim = 0;    ///< 0: dim / n_heads
+  bool qk_norm = false;         ///< queries and keys are normalized head by head, before they are rotated (Qwen3)
+  bool attention_bias = false;  ///< of the four projections of attention
+  /// How rotary angles are stretched: "none", "linear", "dynamic" (by the length of the sequence), "llama3", "yarn"
+  std::string rope_scaling = "none";
+  double rope_factor = 1.0;
+  std::int64_t rope_original_len = 0;  ///< context of the first training; 0: max_seq_len
+  double rope_low_freq_factor = 1.0;   ///< llama3
+  double rope_high_freq_factor = 4.0;  ///< llama3
+  double rope_beta_fast = 32.0;        ///< yarn
+  double rope_beta_slow = 1.0;         ///< yarn
+  double rope_attention_factor = 0.0;  ///< yarn: multiplies cosines and sines; 0: 0.1 ln(rope_factor) + 1
+  bool rope_truncate = true;           ///< yarn: the bounds of the ramp are whole numbers
 
   // Mixture of experts; without experts the other values must stay as they are.
   std::int64_t n_experts = 0;       ///< 0: every block has one MLP of ffn_dim
@@ -36,6 +49,9 @@ struct ModelConfig {
   double aux_loss_weight = 0;    ///< of the balancing loss (router_aux_loss_coef); 0: none
   double bias_update_speed = 0;  ///< of the balancing bias; 0: none
 };
+
+/// Width of a head: head_dim, or what dim and n_heads give.
+[[nodiscard]] std::int64_t head_dim_of(const ModelConfig& model);
 
 /// Whether block `layer` has experts. Local.
 [[nodiscard]] inline bool has_experts(const ModelConfig& model, std::int64_t layer) {

@@ -8,13 +8,15 @@
 //                    x = x + mlp(post_attention_layernorm(x))
 //   logits = lm_head(norm(x))
 //
-// The exact mathematics, for twins in other languages (B sequences of T tokens, D = dim / n_heads; no biases anywhere):
+// The exact mathematics, for twins in other languages (B sequences of T tokens, D = head_dim, or dim / n_heads; no biases but
+// with attention_bias, which gives them to the projections of attention, starting at 0):
 //   RMSNorm    x / sqrt(mean(x^2) + norm_eps) * weight; weight starts at 1
 //   attention  q = q_proj(x) as (B, n_heads, T, D), k and v likewise with n_kv_heads; query head h reads key head h / (n_heads /
 //   n_kv_heads);
-//              q and k are rotated; softmax(q k^T / sqrt(D) + causal mask) v, heads joined, then o_proj
+//              with qk_norm, each head of q and k goes through an RMSNorm of D elements; q and k are rotated; softmax(q k^T /
+//              sqrt(D) + causal mask) v, heads joined, then o_proj
 //   rotary     "rotate half": y = x * cos + cat(-x[D/2:], x[:D/2]) * sin, with angle(t, i) = t * rope_theta^(-2 (i mod D/2) / D);
-//              cos and sin are computed in float32 and cast to the dtype of x
+//              cos and sin are computed in float32 and cast to the dtype of x; rope_scaling: see src/train/rope.h
 //   mlp        down_proj(silu(gate_proj(x)) * up_proj(x))
 //   experts    scores = softmax(router(x)) over all experts, or sigmoid, in float32; the top_k of scores + bias; their weights
 //   are
@@ -84,6 +86,8 @@ struct LlamaImpl : torch::nn::Module {
   /// Balances the experts of all layers by the tokens since the last call (MixtureOfExperts::update_bias): once after each step.
   /// Collective over balance; does nothing without bias_update_speed.
   void update_expert_bias();
+  /// Cosines and sines of the positions of `length` tokens, (length, D) float32. Local.
+  [[nodiscard]] std::pair<torch::Tensor, torch::Tensor> rotary(std::int64_t length) const;
   void reset_parameters(std::uint64_t seed);
   /// Draws one whole parameter; in the order of named_parameters() from one generator it is what reset_parameters does.
   void init_parameter(const std::string& name, torch::Tensor& whole, at::Generator& generator) const;
@@ -95,7 +99,7 @@ struct LlamaImpl : torch::nn::Module {
   std::vector<LlamaBlock> layers;
   parallel::ParallelRMSNorm norm{nullptr};
   parallel::ColumnParallelLinear lm_head{nullptr};  ///< empty when tied
-  torch::Tensor cos, sin;                           ///< (max_seq_len, D) float32; recomputed, not learned: no buffers
+  torch::Tensor cos, sin;                           ///< (max_seq_len, D) float32, "dynamic": of the first context; no buffers
 
  private:
   [[nodiscard]] parallel::SequenceSplit split_of(std::int64_t length) const;

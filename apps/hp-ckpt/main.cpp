@@ -1,0 +1,28 @@
+// hp-ckpt: reads the command line, runs the command, and turns every failure into one line and exit code 2.
+#include <cstdio>
+#include <exception>
+#include <string>
+
+#include "command_line.h"
+#include "commands.h"
+
+int main(int argc, char** argv) {
+  namespace apps = hyper_parallel::apps;
+  try {
+    const apps::CkptCommand command = apps::parse_ckpt_command(argc, argv);
+    if (command.text) {
+      std::fputs(command.text->c_str(), stdout);
+      return 0;
+    }
+    if (command.name == "inspect") return apps::inspect(command);
+    if (command.name == "verify") return apps::verify(command);
+    if (command.name == "convert") return apps::convert(command);
+    if (command.name == "diff") return apps::diff(command);
+    return apps::reshard(command);
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    std::fflush(stdout);
+    std::fprintf(stderr, "hp-ckpt: error: %s\n", text.substr(0, text.find('\n')).c_str());
+    return 2;
+  }
+}

@@ -1,0 +1,202 @@
+// Checkpoints rewritten, compared and read by one process.
+#include <hyper_parallel/ckpt/offline.h>
+
+#include <filesystem>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "support/message_of.h"
+#include "support/rank_threads.h"
+#include "support/small_net.h"
+#include "support/temp_folder.h"
+
+namespace hyper_parallel::ckpt {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace hyper_parallel::testing;
+using ::testing::HasSubstr;
+
+/// Tensors of many shapes and types.
+Tensors some_tensors() {
+  torch::manual_seed(4);
+  return {{"a.weight", torch::rand({7, 5})},     {"a.bias", torch::rand({7})},
+          {"b.cube", torch::rand({3, 4, 6})},    {"b.half", torch::rand({5, 2}).to(torch::kBFloat16)},
+          {"count", torch::tensor(int64_t{42})}, {"empty", torch::empty({0, 3})},
+          {"flags", torch::rand({9}) > 0.5},     {"ids", torch::randint(100, {6, 3}, torch::kLong)}};
+}
+
+void save_on(int world, const fs::path& path, const Tensors& values, int64_t dim, const std::string& extra = {}) {
+  run_ranks(world, [&] {
+    const DeviceMesh mesh = init_device_mesh("cpu", {get_world_size()});
+    StateDict state;
+    for (const auto& [name, value] : values) {
+      if (value.dim() == 0) {
+        state.add(name, value);
+      } else {
+        state.add(name, distribute_tensor(value, mesh, {Shard(std::min(dim, value.dim() - 1))}));
+      }
+    }
+    save(path, state, {.extra = extra});
+  });
+}
+
+void expect_loads(const fs::path& path, const Tensors& values) {
+  run_ranks(1, [&] {
+    Tensors got;
+    StateDict state;
+    for (const auto& [name, value] : values) {
+      got[name] = torch::zeros_like(value);
+      state.add(name, got[name]);
+    }
+    load(path, state);
+    for (const auto& [name, value] : values) EXPECT_TRUE(torch::equal(got[name], value)) << name;
+  });
+}
+
+TEST(CkptOffline, ReshardedInSmallBoxes) {
+  const TempFolder folder;
+  const Tensors values = some_tensors();
+  save_on(3, folder / "three", values, 1, "{\"step\": 7}");
+  for (const int ranks : {1, 2, 4}) {
+    for (const std::uint64_t buffer : {std::uint64_t{1}, std::uint64_t{40}, std::uint64_t{16} << 20}) {
+      const fs::path path = folder / concat(ranks, '-', buffer);
+      std::uint64_t last = 0, whole = 0;
+      const Source source(folder / "three");
+      write_checkpoint_of(
+          source, path,
+          {.ranks = ranks, .extra = source.info().extra, .buffer_bytes = buffer, .progress = [&](auto done, auto all) {
+             EXPECT_GT(done, last);
+             last = done;
+             whole = all;
+           }});
+      EXPECT_EQ(last, whole);
+      EXPECT_TRUE(verify(path).empty());
+      const CheckpointInfo info = read_info(path);
+      EXPECT_EQ(info.world_size, ranks);
+      EXPECT_EQ(info.extra, "{\"step\":7}");
+      EXPECT_EQ(info.tensors.at("b.cube").pieces.size(), static_cast<std::size_t>(std::min(ranks, 3)));
+      EXPECT_EQ(static_cast<std::uint64_t>(source.bytes_read()), whole);
+      expect_loads(path, values);
+      EXPECT_TRUE(diff(source, Source(path), {.buffer_bytes = 64}).empty());
+    }
+  }
+}
+
+TEST(CkptOffline, ReshardedFilesAreThoseOfRanks) {
+  const TempFolder folder;
+  Tensors values = some_tensors();
+  values.erase("count");  // which rank has it is a matter of load
+  save_on(2, folder / "two", values, 0);
+  write_checkpoint_of(Source(folder / "two"), folder / "again", {.ranks = 2});
+  for (const char* file : {"rank-00000.safetensors", "rank-00001.safetensors"})
+    EXPECT_TRUE(file_text(folder / "two" / file) == file_text(folder / "again" / file)) << file;
+}
+
+TEST(CkptOffline, PrefixesAndDtypes) {
+  const TempFolder folder;
+  const Tensors values = some_tensors();
+  save_on(2, folder / "two", values, 0);
+  write_checkpoint_of(Source(folder / "two"), folder / "b", {.prefix = "b.", .add_prefix = "model.", .dtype = Dtype::kF16});
+  const CheckpointInfo info = read_info(folder / "b");
+  EXPECT_EQ(info.tensors.size(), 2U);
+  EXPECT_EQ(info.tensors.at("model.cube").dtype, Dtype::kF16);
+  expect_loads(folder / "b",
+               {{"model.cube", values.at("b.cube").to(torch::kHalf)}, {"model.half", values.at("b.half").to(torch::kHalf)}});
+}
+
+TEST(CkptOffline, DcpFoldersBothWays) {
+  const TempFolder folder;
+  const Tensors values = some_tensors();
+  save_on(2, folder / "two", values, 0);
+  write_dcp_of(Source(folder / "two"), folder / "dcp", {.ranks = 3, .buffer_bytes = 64});
+  const Source dcp(folder / "dcp");
+  EXPECT_EQ(dcp.kind(), SourceKind::kDcp);
+  EXPECT_EQ(dcp.info().files.size(), 3U);
+  EXPECT_TRUE(diff(Source(folder / "two"), dcp).empty());
+  write_checkpoint_of(dcp, folder / "back", {.ranks = 2});
+  expect_loads(folder / "back", values);
+  // A part less, and one that lies elsewhere.
+  fs::remove(folder / "dcp/shard-00002-model-00001-of-00001.safetensors");
+  EXPECT_THAT(message_of<CheckpointError>([&] { return Source(folder / "dcp"); }),
+              HasSubstr("pieces that overlap or leave holes"));
+}
+
+TEST(CkptOffline, WhatDiffers) {
+  const TempFolder folder;
+  Tensors a = some_tensors(), b = some_tensors();
+  a["only"] = torch::ones({2});
+  b["other"] = torch::ones({2});
+  b["a.weight"][2][3] += 0.25;
+  b["ids"][0][0] += 1;
+  b["a.bias"] = torch::rand({8});
+  b["b.half"] = b["b.half"].to(torch::kFloat);
+  a["nan"] = torch::tensor({1.0F, NAN});
+  b["nan"] = a["nan"].clone();
+  save_on(1, folder / "a", a, 0);
+  save_on(2, folder / "b", b, 0);
+  std::map<std::string, Difference> found;
+  for (const Difference& one : diff(Source(folder / "a"), Source(folder / "b"), {.buffer_bytes = 32})) found[one.name] = one;
+  EXPECT_EQ(found.size(), 6U);
+  EXPECT_EQ(found["only"].kind, Difference::Kind::kOnlyFirst);
+  EXPECT_EQ(found["other"].kind, Difference::Kind::kOnlySecond);
+  EXPECT_EQ(found["a.bias"].kind, Difference::Kind::kShape);
+  EXPECT_EQ(found["b.half"].kind, Difference::Kind::kDtype);
+  EXPECT_EQ(found["a.weight"].count, 1);
+  EXPECT_NEAR(found["a.weight"].max_abs, 0.25, 1e-6);
+  EXPECT_THAT(found["a.weight"].text, HasSubstr("1 of 35 elements differ, by at most 0.25"));
+  EXPECT_THAT(found["ids"].text, HasSubstr("1 of 18 elements differ"));
+  const auto close = diff(Source(folder / "a"), Source(folder / "b"), {.atol = 0.3, .compare_dtypes = false});
+  EXPECT_EQ(close.size(), 4U);
+  EXPECT_THAT(value_error([&] { return diff(Source(folder / "a"), Source(folder / "b"), {.atol = -1}); }),
+              HasSubstr("atol is -1"));
+}
+
+TEST(CkptOffline, WhatIsRefused) {
+  const TempFolder folder;
+  save_on(1, folder / "a", some_tensors(), 0);
+  const Source source(folder / "a");
+  const auto error = [&](const RewriteOptions& options, const char* to = "b") {
+    return value_error([&] {
+      write_checkpoint_of(source, folder / to, options);
+      return 0;
+    });
+  };
+  EXPECT_THAT(error({.ranks = 0}), HasSubstr("ranks is 0, want 1 to 100000"));
+  EXPECT_THAT(error({.prefix = "zz"}), HasSubstr("has no tensor whose name begins with \"zz\""));
+  EXPECT_THAT(error({.extra = "{"}), HasSubstr("extra is no JSON"));
+  EXPECT_THAT(error({.buffer_bytes = 0}), HasSubstr("buffer_bytes is 0"));
+  EXPECT_THAT(error({.dtype = Dtype::kI8}), HasSubstr("dtype is I8, want a floating point type"));
+  EXPECT_THAT(error({}, "a"), HasSubstr("is there already"));
+  EXPECT_FALSE(fs::exists(folder / "b"));
+  for (const char* name : {"model.bin", "model.pt", "x.distcp"}) {
+    set_file_text(folder / name, "anything");
+    EXPECT_THAT(message_of<CheckpointError>([&] { return Source(folder / name); }), HasSubstr("is pickled, which is not opened"))
+        << name;
+  }
+  fs::create_directory(folder / "torch");
+  set_file_text(folder / "torch/.metadata", "\x80\x04");
+  EXPECT_THAT(message_of<CheckpointError>([&] { return Source(folder / "torch"); }), HasSubstr("its .metadata is pickled"));
+  set_file_text(folder / "odd.safetensors", "PK\3\4 and so on");
+  EXPECT_THAT(message_of<CheckpointError>([&] { return Source(folder / "odd.safetensors"); }),
+              HasSubstr("HuggingFaceStorageWriter"));
+  EXPECT_THAT(message_of<CheckpointError>([&] { return Source(folder / "nothing"); }), HasSubstr("does not exist"));
+  // What a progress bar throws ends the work, and leaves nothing.
+  EXPECT_THROW(write_checkpoint_of(source, folder / "c", {.progress = [](auto, auto) { throw std::runtime_error("stop"); }}),
+               std::runtime_error);
+  EXPECT_FALSE(fs::exists(folder / "c"));
+  EXPECT_FALSE(fs::exists(folder / ".c.partial"));
+  // A damaged file is noticed where it is read.
+  std::string text = file_text(folder / "a/rank-00000.safetensors");
+  set_file_text(folder / "a/rank-00000.safetensors", text.substr(0, text.size() - 1));
+  EXPECT_THAT(message_of<CheckpointError>([&] {
+                write_checkpoint_of(Source(folder / "a"), folder / "d");
+                return 0;
+              }),
+              HasSubstr("rank-00000.safetensors"));
+  EXPECT_FALSE(verify_source(folder / "a").empty());
+}
+
+}  // namespace
+}  // namespace hyper_parallel::ckpt
