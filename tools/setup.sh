@@ -58,6 +58,9 @@ install_packages() {
   mapfile -t optional < <(not_installed "${wanted[@]}")
   cmake_ok || missing+=(cmake)
   "${HP_PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || [ -x "$venv/bin/python" ] || missing+=(python3 python3-venv)
+  # The Python package needs Python.h of the python that .venv is made from.
+  "${HP_PYTHON:-python3}" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null ||
+    missing+=(python3-dev)
   if [ ${#missing[@]} -eq 0 ] && { [ ${#optional[@]} -eq 0 ] || [ -e "$venv/.hp_optional_packages_tried" ]; }; then
     say "system packages: all there ($(since "$start"))"
     return
@@ -165,6 +168,10 @@ install_torch() {
   if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("safetensors") is None)'; then
     say "safetensors: pip install safetensors (a test compares our files with it)"
     "$venv/bin/pip" install --quiet --disable-pip-version-check safetensors </dev/null || say "pip could not install safetensors: that test will skip"
+  fi
+  if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("pytest") is None)'; then
+    say "pytest: pip install pytest (tests of the Python package)"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check pytest </dev/null || die "pip could not install pytest"
   fi
   ensure_torchrun
   say "torch ${found##* } from ${found% *} ($(since "$start"))"
