@@ -17,13 +17,15 @@ SANITIZERS ?= asan
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime,locale
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: help setup configure build demo demo-moe test bench bench-ckpt check format tidy sanitize install clean
+.PHONY: help setup configure build demo demo-moe test bench bench-ckpt python bench-python check format tidy sanitize install clean
 
 help:
 	@echo 'make demo     train the demo model on two ranks (first time: set-up and build)'
 	@echo 'make demo-moe the same for a mixture of experts on four ranks'
 	@echo 'make test     build and run all tests (CTEST_ARGS="-L unit" for a part of them)'
 	@echo 'make bench    compare with PyTorch FSDP2; make bench-ckpt: save and load'
+	@echo 'make python   build the Python package into $(BUILD)/python (use it with PYTHONPATH)'
+	@echo 'make bench-python  the same Python program with FSDP2 and with ours'
 	@echo 'make setup    install what is missing: packages, .venv, torch (HP_TORCH=... reuses one)'
 	@echo 'make build    build everything into $(BUILD)/ (BUILD=, BUILD_TYPE=, JOBS=)'
 	@echo 'make check    formatting, header tiers, documents; make format to fix the first'
@@ -62,6 +64,13 @@ bench: configure
 bench-ckpt: configure
 	@cmake --build $(BUILD) -j $(JOBS) --target ckpt_bench
 	@bench/ckpt.py --build $(BUILD) $(BENCH_ARGS)
+
+# For PYTHONPATH; pip install --no-build-isolation . makes and installs a wheel.
+python: configure
+	@cmake --build $(BUILD) -j $(JOBS) --target hp_python
+
+bench-python: python
+	@.venv/bin/python bench/python_bench.py --build $(BUILD) $(BENCH_ARGS)
 
 check: setup
 	@tools/check_format.py

@@ -68,12 +68,14 @@ def check(path, targets):
 
 
 def test_sources():
-    """Text of the sources of each test program, by its name without _test."""
+    """Text of the sources of each test program, by its name without _test, and of the files of pytest."""
     sources = {}
     for lists in sorted((ROOT / "tests").glob("*/CMakeLists.txt")):
         for name, arguments in re.findall(r"hp_add_test\((\w+)_test\b([^)]*)\)", lists.read_text()):
             files = re.search(r"\bSOURCES((?: +[\w/.]+\.cpp)+)", arguments)
             sources[name] = "".join((lists.parent / file).read_text() for file in files.group(1).split()) if files else ""
+    for file in (ROOT / "tests" / "python").glob("test_*.py"):
+        sources[file.stem] = file.read_text()
     return sources
 
 
@@ -81,6 +83,7 @@ def test_exists(pattern, text):
     """A pattern is Suite.Name or Name, with * or … for what is left out; parts of generated names are literals of the source."""
     regex = re.compile("".join(".*" if part in "*…" else re.escape(part) for part in re.split(r"([*…])", pattern) if part))
     tests = re.findall(r"^TEST(?:_[FP])?\((\w+), (\w+)\)", text, re.MULTILINE)
+    tests += [("", name) for name in re.findall(r"^def (test_\w+)\(", text, re.MULTILINE)]
     if "." in pattern:
         return any(regex.fullmatch(f"{suite}.{name}") for suite, name in tests)
     return any(regex.fullmatch(name) for _, name in tests) or any(regex.fullmatch(word) for word in re.findall(r'"(\w+)"', text))

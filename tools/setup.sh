@@ -59,6 +59,9 @@ install_packages() {
   mapfile -t optional < <(not_installed "${wanted[@]}")
   cmake_ok || missing+=(cmake)
   "${HP_PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || [ -x "$venv/bin/python" ] || missing+=(python3 python3-venv)
+  # The Python package needs Python.h of the python that .venv is made from.
+  "${HP_PYTHON:-python3}" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null ||
+    missing+=(python3-dev)
   if [ ${#missing[@]} -eq 0 ] && { [ ${#optional[@]} -eq 0 ] || [ -e "$venv/.hp_optional_packages_tried" ]; }; then
     say "system packages: all there ($(since "$start"))"
     return
@@ -173,6 +176,10 @@ install_torch() {
     printf 'torch==%s\n' "${found##* }" >"$venv/.hp_constraints"
     "$venv/bin/pip" install --quiet --disable-pip-version-check -c "$venv/.hp_constraints" 'transformers>=5,<6' </dev/null ||
       say "pip could not install transformers: those tests will fail"
+  fi
+  if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("pytest") is None)'; then
+    say "pytest: pip install pytest (tests of the Python package)"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check pytest </dev/null || die "pip could not install pytest"
   fi
   ensure_torchrun
   say "torch ${found##* } from ${found% *} ($(since "$start"))"

@@ -72,6 +72,22 @@ DeviceMesh DeviceMesh::from_group(const std::vector<Comm>& groups, std::string_v
   return mesh;
 }
 
+DeviceMesh DeviceMesh::from_ranks(const World& world, std::string_view device_type, const std::vector<std::int64_t>& shape,
+                                  const std::vector<int>& ranks, const std::vector<std::string>& names) {
+  constexpr std::string_view kOp = "DeviceMesh::from_ranks";
+  check_value(world.defined(), kOp, "empty World handle, want one from make_world or init_process_group");
+  for (const int rank : ranks)
+    check_value(rank >= 0 && rank < world.size(), kOp, "rank ", rank, ", want 0 to ", world.size() - 1);
+  MeshRoot root;
+  root.device_type = device_type;
+  root.shape = shape;
+  root.names = names;
+  root.ranks = ranks;
+  root.rank = world.rank();
+  root.world = std::make_shared<const World>(world);
+  return make_root_mesh(kOp, std::move(root));
+}
+
 Comm DeviceMesh::get_group(std::int64_t axis) const {
   constexpr std::string_view kOp = "DeviceMesh::get_group";
   check_value(impl_ != nullptr, kOp, "empty mesh handle, want a mesh from init_device_mesh");

@@ -184,28 +184,6 @@ void apply_options(World::Impl& world, const InitOptions& options) {
   choose_same_host(world, options);
 }
 
-World make_world(const InitOptions& options) {
-  auto world = std::make_shared<World::Impl>();
-  apply_options(*world, options);
-  if (world->size > 1 && !world->fake) {
-    const QuietTorchLog quiet;
-    ignore_broken_pipes();
-    if (options.store != nullptr) {
-      auto* store = dynamic_cast<c10d::Store*>(options.store.get());
-      check_value(store != nullptr, kInit, "`store` is not a c10d::Store");
-      world->store = options.store;
-      meet(*store, *world);
-    } else {
-      auto store = store_from_environment(*world);
-      ++joined_worlds;
-      world->store = store;
-      meet(*store, *world);
-    }
-    world->one_host = runs_on_one_host(*world);
-  }
-  return World(std::move(world));
-}
-
 const World::Impl& require(const std::shared_ptr<World::Impl>& impl, std::string_view op) {
   check_value(impl != nullptr, op, "empty World handle, want one from init_process_group");
   return *impl;
@@ -289,6 +267,28 @@ Comm World::comm(std::string_view device_type) const {
   std::vector<int> ranks(static_cast<std::size_t>(world.size));
   std::iota(ranks.begin(), ranks.end(), 0);
   return Comm(find_or_make_group(impl_, device_type, ranks, "world"));
+}
+
+World make_world(const InitOptions& options) {
+  auto world = std::make_shared<World::Impl>();
+  apply_options(*world, options);
+  if (world->size > 1 && !world->fake) {
+    const QuietTorchLog quiet;
+    ignore_broken_pipes();
+    if (options.store != nullptr) {
+      auto* store = dynamic_cast<c10d::Store*>(options.store.get());
+      check_value(store != nullptr, kInit, "`store` is not a c10d::Store");
+      world->store = options.store;
+      if (options.wait_for_ranks) meet(*store, *world);
+    } else {
+      auto store = store_from_environment(*world);
+      ++joined_worlds;
+      world->store = store;
+      if (options.wait_for_ranks) meet(*store, *world);
+    }
+    world->one_host = runs_on_one_host(*world);
+  }
+  return World(std::move(world));
 }
 
 World init_process_group(const InitOptions& options) {

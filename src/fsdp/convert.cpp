@@ -27,6 +27,7 @@ void Unit::convert(const std::function<std::optional<at::ScalarType>(const Param
 }
 
 void Unit::follow_module() {
+  if (front_end.follow) front_end.follow();
   const auto moved = [](const auto& group) { return group->dtype_from_outside().has_value(); };
   if (std::none_of(groups_.begin(), groups_.end(), moved)) return;
   check_value(runtime_->idle() && !awaits_backward && !owes_reduction, "fully_shard", "parameters of unit ", name_,

@@ -150,7 +150,8 @@ void ParamGroup::make_leaves(const std::vector<ParameterSlot>& slots) {
     // variable_data: same memory, own version counter, so that optimizer writes are not seen as writes to other parameters.
     parameter.sharded = parameter.home.variable_data();
     if (parameter.uninitialised) parameter.unwritten = Unwritten(parameter.sharded);
-    parameter.sharded.set_requires_grad(parameter.trainable);
+    if (slots[i].make_leaf) parameter.leaf = slots[i].make_leaf(parameter.sharded);
+    if (!parameter.leaf) parameter.sharded.set_requires_grad(parameter.trainable);
     for (const auto& install : slots[i].install) install(parameter.sharded);
   }
 }
@@ -200,7 +201,10 @@ bool ParamGroup::readopt() {
 
 std::uint64_t ParamGroup::version() const {
   std::uint64_t sum = 0;
-  for (const auto& parameter : parameters_) sum += parameter.sharded.unsafeGetTensorImpl()->version_counter().current_version();
+  for (const auto& parameter : parameters_) {
+    sum += parameter.sharded.unsafeGetTensorImpl()->version_counter().current_version();
+    if (parameter.leaf) sum += parameter.leaf->version();
+  }
   return sum;
 }
 

@@ -8,6 +8,7 @@
 //   grad   [S]     flat, from the first backward               S_i.grad (or the main gradients) = views
 //   pack   [W, S]  one row per receiving rank, memory from the pool
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -76,6 +77,7 @@ struct ManagedParameter {
   at::Tensor home;                        ///< where S must live: a view of the flat shard
   at::Tensor grad_home;                   ///< where the gradient must live: a view of the flat gradient
   at::Tensor main_grad;                   ///< the gradient, when it is not S.grad
+  std::shared_ptr<ParameterLeaf> leaf;    ///< what the program sees in place of S; null: S itself
   bool trainable = true;
   bool uninitialised = false;  ///< began on the meta device, and no function of ours has given it values
   Unwritten unwritten;         ///< tells whether somebody else has
@@ -118,9 +120,14 @@ class ParamGroup {
   [[nodiscard]] const GroupOptions& options() const { return options_; }
   [[nodiscard]] const at::Tensor& shard() const { return shard_; }
   [[nodiscard]] const at::Tensor& grad() const { return grad_; }
-  /// The gradient of parameter i: `.grad` of its leaf or its main gradient.
+  /// The gradient of a parameter: `.grad` of its leaf or its main gradient. Call gradient_changed after replacing it.
   [[nodiscard]] at::Tensor& gradient(ManagedParameter& parameter) const {
-    return options_.main_grad ? parameter.main_grad : parameter.sharded.mutable_grad();
+    if (options_.main_grad) return parameter.main_grad;
+    if (parameter.leaf) parameter.sharded.mutable_grad() = parameter.leaf->grad();
+    return parameter.sharded.mutable_grad();
+  }
+  void gradient_changed(ManagedParameter& parameter) const {
+    if (parameter.leaf && !options_.main_grad) parameter.leaf->set_grad(parameter.sharded.grad());
   }
   [[nodiscard]] bool trainable() const;   ///< some parameter is
   [[nodiscard]] bool has_frozen() const;  ///< some parameter is

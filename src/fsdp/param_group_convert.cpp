@@ -71,6 +71,7 @@ void ParamGroup::convert(at::ScalarType master, at::ScalarType compute, at::Scal
     at::Tensor& grad = gradient(parameter);
     gradients.push_back(grad.defined() ? (options_.main_grad ? grad.detach() : grad.detach().to(master)) : at::Tensor());
     grad = at::Tensor();
+    gradient_changed(parameter);
   }
   release_grad();
   spare_grad_.reset();
@@ -113,6 +114,7 @@ void ParamGroup::convert(at::ScalarType master, at::ScalarType compute, at::Scal
     ensure_grad();
     parameters_[i].grad_home.copy_(gradients[i]);
     gradient(parameters_[i]) = parameters_[i].grad_home.variable_data();
+    gradient_changed(parameters_[i]);
   }
 }
 

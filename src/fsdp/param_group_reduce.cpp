@@ -194,6 +194,7 @@ bool ParamGroup::prepare_grad(bool keep) {
       if (same_storage(grad, grad_)) continue;
       keep ? parameter.grad_home.add_(grad.detach()) : parameter.grad_home.copy_(grad.detach());
       grad = parameter.grad_home.variable_data();
+      gradient_changed(parameter);
     } else if (!keep) {
       parameter.grad_home.zero_();
     }
@@ -425,11 +426,16 @@ void ParamGroup::install_grad(std::size_t i) {
   auto& parameter = parameters_[i];
   at::Tensor& grad = gradient(parameter);
   if (grad.defined()) {
-    if (same_storage(grad, grad_)) return;
+    if (same_storage(grad, grad_)) {
+      if (parameter.leaf) parameter.leaf->grad_arrived();
+      return;
+    }
     // Autograd put it there after the reduction began: the loss has a term that reads the shard itself.
     parameter.grad_home.add_(grad.detach());
   }
   grad = parameter.grad_home.variable_data();
+  gradient_changed(parameter);
+  if (parameter.leaf) parameter.leaf->grad_arrived();
 }
 
 }  // namespace hyper_parallel::fsdp

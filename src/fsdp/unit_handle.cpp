@@ -13,7 +13,10 @@ namespace hyper_parallel {
 namespace fsdp {
 
 void UnshardHandle::wait() {
-  if (const auto unit = unit_.lock(); unit != nullptr && unit->is_unsharding()) unit->finish_unshard();
+  if (const auto unit = unit_.lock(); unit != nullptr && unit->is_unsharding()) {
+    unit->finish_unshard();
+    if (unit->held) unit->show(true);
+  }
   unit_.reset();
 }
 
@@ -29,10 +32,15 @@ UnshardHandle UnitHandle::unshard(bool async_op) const {
   get().start_hold("unshard");
   if (async_op) return UnshardHandle(unit_);
   get().finish_unshard();
+  get().show(true);
   return {};
 }
 
 void UnitHandle::reshard() const { get().reshard(); }
+
+ParameterLeaf::~ParameterLeaf() = default;
+
+void UnitHandle::set_front_end(FrontEnd front_end) const { get().front_end = std::move(front_end); }
 
 void UnitHandle::visit(bool recurse, const std::function<void(Unit&, ParamGroup&, std::size_t)>& f) const {
   for (Unit* unit : get().reached(recurse)) {
@@ -53,6 +61,7 @@ void UnitHandle::zero_grad(bool set_to_none) const {
         if (!grad.defined()) continue;
         if (set_to_none) {
           grad = at::Tensor();
+          group->gradient_changed(parameter);
         } else {
           grad.zero_();
         }

@@ -92,7 +92,8 @@ void Unit::sync_requires_grad() {
     auto& parameters = groups_[g]->parameters();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       auto& parameter = parameters[i];
-      if (parameter.sharded.requires_grad() == parameter.trainable) continue;
+      const bool trainable = parameter.leaf ? parameter.leaf->requires_grad() : parameter.sharded.requires_grad();
+      if (trainable == parameter.trainable) continue;
       parameter.trainable = !parameter.trainable;
       if (parameter.trainable) {
         connect(parameter, g, i);
@@ -211,6 +212,12 @@ void Unit::reshard() {
   unshard_span_.finish();
   state_ = State::kSharded;
   has_parts_ = kept_ = held = false;
+  show(false);
+}
+
+/// Calls the front end when there is something new to show.
+void Unit::show(bool gathered) {
+  if (std::exchange(shown_, gathered) != gathered && front_end.show) front_end.show(gathered);
 }
 
 /// Back to the sharded state, except that groups which are cut over fewer ranks keep their parts.
@@ -221,6 +228,7 @@ void Unit::cut() {
   state_ = State::kSharded;
   has_parts_ = true;
   kept_ = held = false;
+  show(false);
 }
 
 std::uint64_t Unit::version() const {
@@ -291,6 +299,7 @@ void Unit::pre_forward() {
     unshard_and([this] {
       if (members_run_.empty()) runtime_->look_ahead_forward(*this);
     });
+    show(true);
     if (at::GradMode::is_enabled() && trainable()) owes_reduction = true;
     ++running_;
     trace::begin("forward", name_);
@@ -306,6 +315,7 @@ void Unit::post_forward(int member, bool completed) {
   --running_;
   if (completed && members > 1 && std::find(members_run_.begin(), members_run_.end(), member) == members_run_.end())
     members_run_.push_back(member);
+  if (running_ == 0 && !runtime_->in_backward()) show(held);
   const bool more = running_ > 0 || (completed && members > 1 && static_cast<int>(members_run_.size()) < members);
   if (completed && !more) runtime_->leave_forward(*this);
   runtime_->end_forward(completed);
@@ -336,6 +346,7 @@ void Unit::pre_backward() {
   if (runtime_->in_forward()) {
     // autograd::grad inside of a forward: it needs the parameters, the backward of the step comes later.
     if (unshard_in_backward) finish_unshard();
+    if (is_unsharded()) show(true);
     return;
   }
   runtime_->begin_unit_backward(*this);
@@ -348,6 +359,7 @@ void Unit::start_backward() {
   in_backward_ = true;
   const auto look_ahead = [this] { runtime_->look_ahead_backward(*this); };
   gathers_in_backward() ? unshard_and(look_ahead) : look_ahead();
+  if (is_unsharded()) show(true);
 }
 
 /// What the user registered with register_hook on the model's handles.
@@ -440,6 +452,7 @@ void Unit::end_backward(bool stale) {
   gradients_due_ = by_hand_ = false;
   free_after_backward();
   if (state_ == State::kUnsharded) kept_ = !stale || !trainable();
+  show(held);
 }
 
 void Unit::gradients_completed() {

@@ -131,6 +131,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void materialize_buffers();
 
   int members = 1;  ///< modules that form this unit
+  FrontEnd front_end;
+  void show(bool gathered);
 
   /// The user gathered it by hand: a forward does not gather it again, and whoever changes the shards must reshard it.
   bool held = false;
@@ -215,6 +217,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   enum class Frozen { kUnknown, kWatched, kDone } frozen_ = Frozen::kUnknown;
   bool gradients_due_ = false;  ///< while watched: post_backward is still to come
   bool by_hand_ = false;        ///< start_hold since the last backward
+  bool shown_ = false;          ///< the front end shows the gathered parameters
   std::shared_ptr<ForwardPass> pass_;
   std::vector<std::weak_ptr<ForwardPass>> passes_;
   int running_ = 0;               ///< forwards under way: a forward may call another method of its module as a forward

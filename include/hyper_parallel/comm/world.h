@@ -28,6 +28,8 @@ struct InitOptions {
   int local_rank = -1;
   /// A c10d::Store through which the ranks meet; used for one world only (wrap it in a PrefixStore for another).
   c10::intrusive_ptr<c10::intrusive_ptr_target> store = {};
+  /// False: nobody waits here for ranks that have not joined; each group waits for its members when it is made.
+  bool wait_for_ranks = true;
   /// Whether groups whose ranks all run on one host talk through memory that they share; false: always through the network.
   /// Default: what the environment variable HP_SAMEHOST says (0, 1 or copy), else true. One rank's false is enough.
   std::optional<bool> samehost = {};
@@ -74,6 +76,8 @@ class HP_API World {
 /// ValueError: bad options or environment, ranks that disagree about the world size, a rank given twice. CommError or
 /// TimeoutError: the store cannot be reached, or a rank does not come (named).
 HP_API World init_process_group(const InitOptions& options = {});
+/// The same without setting the thread's current world: for callers that keep it themselves.
+[[nodiscard]] HP_API World make_world(const InitOptions& options);
 /// The calling thread's current world; makes a world of one when none was set and no launcher's environment is present,
 /// otherwise ValueError says to call init_process_group first.
 [[nodiscard]] HP_API World current_world();

@@ -25,6 +25,35 @@ namespace fsdp {
 class ParamGroup;
 class Unit;
 
+/// The tensor that a program sees as a parameter where that is not the sharded tensor itself but one around it (Python: a DTensor
+/// of torch). It has the `requires_grad` and the `.grad` that the engine goes by; the sharded tensor then has neither.
+/// Thread safety: that of the unit.
+class HP_API ParameterLeaf {
+ public:
+  ParameterLeaf() = default;
+  ParameterLeaf(const ParameterLeaf&) = delete;
+  ParameterLeaf& operator=(const ParameterLeaf&) = delete;
+  virtual ~ParameterLeaf();
+  [[nodiscard]] virtual bool requires_grad() const = 0;
+  /// This rank's part of its gradient; undefined while it has none.
+  [[nodiscard]] virtual at::Tensor grad() const = 0;
+  /// Makes `part` this rank's part of its gradient; undefined: takes the gradient away.
+  virtual void set_grad(const at::Tensor& part) = 0;
+  /// Its gradient is complete.
+  virtual void grad_arrived() {}
+  /// Changes with every write that torch counts.
+  [[nodiscard]] virtual std::uint64_t version() const = 0;
+};
+
+/// What a front end does for a unit. Both may be empty.
+struct FrontEnd {
+  /// Makes the modules show the gathered parameters (true), or the sharded ones again: around a forward, a backward, and what the
+  /// user gathers by hand.
+  std::function<void(bool gathered)> show = {};
+  /// Takes over what the program has put in the place of leaves. Called before shards are read or described.
+  std::function<void()> follow = {};
+};
+
 /// A parameter on its way into a unit.
 struct ParameterSlot {
   std::string name;      ///< relative to its module of the unit, e.g. "attention.wq.weight"
@@ -32,6 +61,8 @@ struct ParameterSlot {
   /// Put the sharded leaf where the parameter was registered: one call per place (tied parameters have several).
   std::vector<std::function<void(const at::Tensor& sharded)>> install = {};
   int member = 0;  ///< which of the modules that form the unit registers it
+  /// Makes what the program sees in place of the sharded tensor. Empty: nothing, it sees that tensor.
+  std::function<std::shared_ptr<ParameterLeaf>(const at::Tensor& sharded)> make_leaf = {};
 };
 
 /// One managed parameter, as optimizers, clipping and state dictionaries see it.
@@ -184,6 +215,8 @@ class HP_API UnitHandle {
   /// The group of all ranks that hold parts or copies of the unit's parameters: data_parallel_comm times the source axes.
   [[nodiscard]] Comm unit_comm() const;
 
+  /// For front ends, once.
+  void set_front_end(FrontEnd front_end) const;
   [[nodiscard]] const std::shared_ptr<Unit>& unit() const noexcept { return unit_; }
   /// The unit of a handle that must have one. ValueError: it is empty.
   [[nodiscard]] Unit& get() const;

@@ -52,6 +52,10 @@ class HP_API DeviceMesh {
   [[nodiscard]] static DeviceMesh from_group(const std::vector<Comm>& groups, std::string_view device_type,
                                              const std::vector<std::int64_t>& shape, const std::vector<int>& ranks,
                                              const std::vector<std::string>& names);
+  /// Arranges some ranks of `world` in a box: `ranks` are global ranks, row-major over `shape`. Local.
+  [[nodiscard]] static DeviceMesh from_ranks(const World& world, std::string_view device_type,
+                                             const std::vector<std::int64_t>& shape, const std::vector<int>& ranks,
+                                             const std::vector<std::string>& names);
   /// The process group along `axis` that contains this rank. Created on first use, by its members only: collective among them.
   [[nodiscard]] Comm get_group(std::int64_t axis = 0) const;
   [[nodiscard]] Comm get_group(std::string_view axis) const;

@@ -1,0 +1,500 @@
+"""fully_shard: maps torch.nn modules onto the engine's slots."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .. import _C
+from ._comm import default_mesh, engine_mesh
+from ._module import FSDPModule, HSDPModule
+from ._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+_OP = "fully_shard"
+
+
+@dataclass
+class _Slot:
+    """A parameter on its way into a unit, and what describes its shard. One that is a DTensor is cut further; the engine gets its block."""
+
+    name: str
+    parameter: nn.Parameter
+    member: int
+    shape: torch.Size
+    requires_grad: bool
+    mesh: DeviceMesh | None = None
+    cut: DTensorSpec | None = None
+    replicated: bool = False
+    dim: int = 0
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    placements: tuple[Placement, ...] = ()
+
+
+class _State:
+    """What a sharded module knows of its unit. Shared by the modules of a list."""
+
+    def __init__(self, unit: Any, mesh: DeviceMesh, slots: list[_Description]) -> None:
+        self.unit = unit
+        self.mesh = mesh
+        self.slots = slots
+
+    def after_conversion(self) -> None:
+        """Module._apply has converted, or replaced, the shards that are registered."""
+        began_on_meta = any(self.unit.sharded(i).is_meta for i in range(len(self.slots)))
+        entries = [places[0][0][places[0][1]] for places in (slot.places for slot in self.slots)]
+        if began_on_meta and not any(entry.is_meta for entry in entries):
+            # to_empty: there are no values to take over.
+            self.unit.to_empty()
+            for i, entry in enumerate(entries):
+                _register(self.unit, i, self.slots[i], entry)
+        self.unit.follow()
+
+    def before_state_dict(self, *_: Any) -> None:
+        if self.unit.shows_gathered():
+            self.unit.reshard()
+
+
+@dataclass
+class _Description:
+    """Of one slot, without the whole parameter."""
+
+    name: str
+    shape: torch.Size
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    places: list[tuple[dict[str, Any], str]]
+    ragged: bool
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _dtensor_over(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Any:
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, _contiguous_stride(shape), local.dtype))
+    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+def _local_of(parameter: Any) -> torch.Tensor:
+    return parameter._local_tensor.detach()
+
+
+def _block_wrapper(cut: DTensorSpec) -> Callable[[torch.Tensor], Any]:
+    """What a module computes with: a parameter that is a DTensor as it was before."""
+
+    def wrap(local: torch.Tensor) -> Any:
+        whole = _dtensor_over(local, cut.mesh, cut.placements, cut.shape)
+        whole._is_param = True
+        return whole
+
+    return wrap
+
+
+def _make_parameter(slot: _Slot, local: torch.Tensor) -> nn.Parameter:
+    assert slot.mesh is not None
+    whole = _dtensor_over(local, slot.mesh, slot.placements, slot.shape)
+    parameter: Any = nn.Parameter(whole, requires_grad=slot.requires_grad)
+    parameter._local_tensor = local  # the Parameter made an alias of it
+    parameter.__dict__.update({name: value for name, value in slot.parameter.__dict__.items() if name != "_is_param"})
+    return parameter
+
+
+def _register(unit: Any, i: int, slot: _Description, entry: Any) -> None:
+    """Makes `entry`, a DTensor, the parameter around the engine's shard."""
+    if not slot.ragged:
+        entry._local_tensor = unit.sharded(i)
+    unit.replace(i, entry)
+
+
+def _adopt(slots: list[_Description], unit: Any, i: int, entry: Any) -> None:
+    """Somebody has registered another tensor in place of a shard: a state dictionary with assign=True, a conversion."""
+    slot = slots[i]
+    where = f"(parameter {slot.name} of unit {unit.name()})"
+    if not isinstance(entry, torch.Tensor):
+        raise ValueError(f"[{_OP}] a parameter was replaced by {type(entry).__name__}, want a tensor {where}")
+    sharded, old = unit.sharded(i), unit.parameter(i)
+    with torch.no_grad():
+        if isinstance(entry, DTensor):
+            if entry.shape != slot.shape:
+                raise ValueError(f"[{_OP}] a parameter was replaced by one of shape {tuple(entry.shape)}, want {tuple(slot.shape)} {where}")
+            same = entry.device_mesh == slot.mesh and tuple(entry.placements) == slot.placements
+            values = entry._local_tensor if same else entry.redistribute(slot.mesh, slot.placements)._local_tensor
+        else:
+            same, values = False, entry.detach()
+        if values.is_meta:
+            raise ValueError(f"[{_OP}] a parameter was moved to the meta device, want one with values {where}")
+        if sharded.is_meta:
+            unit.to_empty()
+            sharded.copy_(values if values.shape == sharded.shape else _own_part(slot, values))
+        else:
+            sharded.data = values.detach()  # the engine takes the values over, cuts whole ones, and follows another dtype
+    if slot.ragged:
+        unit.replace(i, old)
+        return
+    if same and isinstance(entry, nn.Parameter):
+        _register(unit, i, slot, entry)
+    else:
+        old.requires_grad_(entry.requires_grad)
+        unit.replace(i, old)
+
+
+def _own_part(slot: _Description, whole: torch.Tensor) -> torch.Tensor:
+    if whole.shape != slot.shape:
+        raise ValueError(f"[{_OP}] parameter {slot.name} was replaced by a tensor of shape {tuple(whole.shape)}, want {tuple(slot.shape)}")
+    mesh = slot.mesh
+    coordinate: Any = mesh.get_coordinate()
+    if mesh.ndim > 2:
+        raise ValueError(f"[{_OP}] parameter {slot.name} was replaced by a plain tensor, want a DTensor: two meshes cut it")
+    part = whole
+    for axis, placement in enumerate(slot.placements):
+        if isinstance(placement, Shard):
+            chunks = torch.chunk(part, mesh.size(axis), placement.dim)
+            mine = coordinate[axis]
+            part = chunks[mine] if mine < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return part
+
+
+class _Collector:
+    """Walks modules, leaves out what is ignored or below an inner unit, and finds every place where a parameter is registered."""
+
+    def __init__(self, ignored: set[int]) -> None:
+        self.slots: list[_Slot] = []
+        self.children: dict[int, tuple[Any, list[str]]] = {}
+        self.modules: list[nn.Module] = []  # that register managed parameters
+        self._ignored = ignored
+        self._by_id: dict[int, _Slot] = {}
+        self._visited: set[int] = set()
+
+    def collect(self, module: nn.Module, member: int, prefix: str = "", top: bool = True, inside: bool = False) -> None:
+        if id(module) in self._visited:
+            return
+        self._visited.add(id(module))
+        state = None if top else module.__dict__.get("_hyper_parallel_state")
+        if state is not None:
+            _, paths = self.children.setdefault(id(state), (state.unit, []))
+            position: int = module.__dict__["_hyper_parallel_member"]
+            paths.extend([""] * (position + 1 - len(paths)))
+            paths[position] = prefix[:-1]
+            inside = True
+        if not inside:
+            self._take(module, member, prefix)
+        for name, child in module._modules.items():
+            if child is not None:
+                self.collect(child, member, f"{prefix}{name}.", False, inside)
+
+    def _take(self, module: nn.Module, member: int, prefix: str) -> None:
+        managed = False
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in self._ignored:
+                continue
+            managed = True
+            slot = self._by_id.get(id(parameter))
+            if slot is None:
+                slot = _Slot(prefix + name, parameter, member, parameter.shape, parameter.requires_grad)
+                self._by_id[id(parameter)] = slot
+                self.slots.append(slot)
+            slot.places.append((module._parameters, name))
+        if managed:
+            self.modules.append(module)
+
+
+def _outermost(module: Any) -> tuple[list[nn.Module], bool]:
+    """The modules that form the unit, without those below another one."""
+    if isinstance(module, list):
+        if not module:
+            raise ValueError(f"[{_OP}] list of modules is empty, want at least one")
+        for i, each in enumerate(module):
+            if not isinstance(each, nn.Module):
+                raise ValueError(f"[{_OP}] element {i} is {type(each).__name__}, want a torch.nn.Module")
+    elif not isinstance(module, nn.Module):
+        raise ValueError(f"[{_OP}] module is {type(module).__name__}, want a torch.nn.Module or a list of them")
+    given = module if isinstance(module, list) else [module]
+    for each in given:
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ValueError(f"[{_OP}] module is a {type(each).__name__}, which has no forward: shard its elements")
+        if "_hyper_parallel_state" in each.__dict__:
+            raise ValueError(f"[{_OP}] module {type(each).__name__} is already a unit, want fully_shard once per module")
+    below = {id(child) for each in given for child in each.modules() if child is not each}
+    roots: list[nn.Module] = []
+    for each in given:
+        if id(each) not in below and not any(each is root for root in roots):
+            roots.append(each)
+    return roots, isinstance(module, list)
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"[{_OP}] mesh is {type(mesh).__name__}, want a torch.distributed.DeviceMesh")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"[{_OP}] mesh has {mesh.ndim} dims, want 1 (shard) or 2 (replicate, shard): {mesh}")
+    if mesh.device_type != "cpu":
+        raise ValueError(f"[{_OP}] mesh is on {mesh.device_type}, want cpu: this build has no other backend")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"[{_OP}] this rank is not part of {mesh}")
+
+
+def _chosen_dim(slot: _Slot, choose: Callable[[nn.Parameter], Any] | None) -> int:
+    chosen = choose(slot.parameter) if choose is not None else None
+    if chosen is None:
+        return 0
+    if not isinstance(chosen, Shard):
+        raise ValueError(f"[{_OP}] shard_placement_fn returned {chosen!r} for parameter {slot.name}, want a Shard or None")
+    ndim = len(slot.shape)
+    if not -ndim <= chosen.dim < ndim:
+        raise ValueError(f"[{_OP}] shard_placement_fn returned {chosen} for parameter {slot.name} of shape {tuple(slot.shape)}, "
+                         f"want a dim from {-ndim} to {ndim - 1}")
+    return chosen.dim % ndim
+
+
+def _describe(slots: list[_Slot], mesh: DeviceMesh, choose: Any, replicated: set[int], ragged: bool) -> None:
+    for slot in slots:
+        # There is no dimension to cut a scalar on.
+        slot.replicated = id(slot.parameter) in replicated or len(slot.shape) == 0
+        slot.dim = 0 if slot.replicated else _chosen_dim(slot, choose)
+        slot.mesh = mesh
+        own: Placement = Replicate() if slot.replicated else Shard(slot.dim)
+        if isinstance(slot.parameter, DTensor):
+            own = _join_mesh(slot, slot.parameter, own, mesh, ragged)
+        slot.placements = (own,) if mesh.ndim == 1 else (Replicate(), own)
+        if slot.cut is not None:
+            slot.placements += tuple(slot.cut.placements)
+
+
+def _join_mesh(slot: _Slot, parameter: DTensor, own: Placement, mesh: DeviceMesh, ragged: bool) -> Placement:
+    """Tensor parallelism has cut the parameter before: its axes follow the mesh's. Returns the placement of the shard axis."""
+    where = f"(parameter {slot.name}, a DTensor on {parameter.device_mesh} with {parameter.placements})"
+    if ragged:
+        raise ValueError(f"[{_OP}] shard_layout is \"ragged\", want \"per_parameter\" for parameters that are DTensors {where}")
+    parts = 1
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_partial() or not (placement.is_shard() or placement.is_replicate()):
+            raise ValueError(f"[{_OP}] placement {placement} cannot be cut further, want Shard or Replicate {where}")
+        if isinstance(own, Shard) and placement.is_shard(own.dim):
+            parts *= parameter.device_mesh.size(axis)
+    try:
+        slot.mesh = DeviceMesh._concatenate([mesh, parameter.device_mesh])
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise ValueError(f"[{_OP}] mesh {mesh} does not go with that of the parameter, want two parts of one mesh: {error} {where}") from error
+    slot.cut = parameter._spec
+    if parts == 1 or not isinstance(own, Shard):
+        return own
+    shards = parts * mesh.size(mesh.ndim - 1)
+    if slot.shape[own.dim] % shards != 0:
+        raise ValueError(f"[{_OP}] dim {own.dim} of size {slot.shape[own.dim]} is cut by both meshes, want a multiple of {shards} {where}")
+    return _StridedShard(own.dim, split_factor=parts)
+
+
+def _parameter_ids(name: str, parameters: Any) -> set[int]:
+    for parameter in parameters or ():
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"[{_OP}] {name} has a {type(parameter).__name__}, want parameters")
+    return {id(parameter) for parameter in parameters or ()}
+
+
+def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name, "missing")
+        if not (dtype is None or isinstance(dtype, torch.dtype)):
+            raise ValueError(f"[{_OP}] mp_policy.{name} is {dtype!r}, want a torch.dtype or None")
+    if not any(cls.__name__ == "OffloadPolicy" for cls in type(offload_policy).__mro__):
+        raise ValueError(f"[{_OP}] offload_policy is {type(offload_policy).__name__}, want an OffloadPolicy")
+
+
+def _check_reshard(reshard_after_forward: Any) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+        raise ValueError(f"[{_OP}] reshard_after_forward is {reshard_after_forward!r}, want a bool, an int or None")
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def _refuse_deepcopy(self: Any, memo: Any) -> Any:
+    raise RuntimeError(f"[deepcopy] {type(self).__name__} is sharded and cannot be copied: copy the model before fully_shard, "
+                       "or keep copies of its state_dict()")
+
+
+def _sharded_class(base: type, cls: type, prefix: str) -> type:
+    if (base, cls) not in _classes:
+        body = {"__deepcopy__": _refuse_deepcopy, "__module__": cls.__module__, "__qualname__": f"{prefix}{cls.__qualname__}"}
+        _classes[base, cls] = type(f"{prefix}{cls.__name__}", (base, cls), body)
+    return _classes[base, cls]
+
+
+def _shard(
+    base: type,
+    prefix: str,
+    module: Any,
+    mesh: Any,
+    reshard_after_forward: Any,
+    shard_placement_fn: Any,
+    mp_policy: Any,
+    offload_policy: Any,
+    ignored_params: Any,
+    replicate_params: Any = None,
+    comm_fusion: bool = True,
+    bucket_size: int = -1,
+    ragged: bool = False,
+) -> Any:
+    roots, _ = _outermost(module)
+    _check_reshard(reshard_after_forward)
+    _check_policies(mp_policy, offload_policy)
+    replicated = _parameter_ids("replicate_params", replicate_params)
+    collector = _Collector(_parameter_ids("ignored_params", ignored_params))
+    for member, root in enumerate(roots):
+        collector.collect(root, member)
+    slots = collector.slots
+    if mesh is None and any(isinstance(slot.parameter, DTensor) for slot in slots):
+        raise ValueError(f"[{_OP}] mesh is None, want the data-parallel part of the mesh: there are parameters that are DTensors")
+    mesh = mesh if mesh is not None else default_mesh()
+    _check_mesh(mesh)
+    _describe(slots, mesh, shard_placement_fn, replicated, ragged)
+    # What the engine shards: of a DTensor this rank's block.
+    tensors: list[Any] = [
+        slot.parameter if slot.cut is None else nn.Parameter(_local_of(slot.parameter), requires_grad=slot.requires_grad)
+        for slot in slots
+    ]
+
+    options = _C.Options(
+        mesh=engine_mesh(mesh),
+        reshard_after_forward=reshard_after_forward,
+        param_dtype=mp_policy.param_dtype,
+        reduce_dtype=mp_policy.reduce_dtype,
+        output_dtype=mp_policy.output_dtype,
+        cast_forward_inputs=mp_policy.cast_forward_inputs,
+        cpu_offload=any(cls.__name__ == "CPUOffloadPolicy" for cls in type(offload_policy).__mro__),
+        pin_memory=bool(getattr(offload_policy, "pin_memory", False)),
+        replicate_params=[tensor for slot, tensor in zip(slots, tensors) if slot.replicated],
+        comm_fusion=comm_fusion,
+        bucket_size=bucket_size,
+        ragged=ragged,
+    )
+    described = [
+        _Description(slot.name, slot.shape, slot.mesh or mesh, slot.placements, slot.places, ragged and not slot.replicated)
+        for slot in slots
+    ]
+
+    def wrap(i: int, local: torch.Tensor) -> Any:
+        if not described[i].ragged:
+            return _make_parameter(slots[i], local)
+        local.__class__ = nn.Parameter
+        return None
+
+    def adopt(unit: Any, i: int, entry: Any) -> None:
+        _adopt(described, unit, i, entry)
+
+    unit = _C.make_unit(
+        type(roots[0]).__name__,
+        [
+            (slot.name, tensor, slot.member, slot.dim, slot.places, _block_wrapper(slot.cut) if slot.cut is not None else None)
+            for slot, tensor in zip(slots, tensors)
+        ],
+        options,
+        list(collector.children.values()),
+        len(roots),
+        wrap,
+        adopt,
+    )
+    _attach(_State(unit, mesh, described), roots, collector.modules, base, prefix)
+    return module
+
+
+def _attach(state: _State, roots: list[nn.Module], owners: list[nn.Module], base: type, prefix: str) -> None:
+    for member, root in enumerate(roots):
+        root._hyper_parallel_state = state  # type: ignore[assignment]
+        root._hyper_parallel_member = member  # type: ignore[assignment]
+        root.register_forward_pre_hook(state.unit.pre_hook(member), prepend=True, with_kwargs=True)
+        root.register_forward_hook(state.unit.post_hook(member), always_call=True)
+        root.__class__ = _sharded_class(base, type(root), prefix)
+    for owner in owners:
+        owner.register_state_dict_pre_hook(state.before_state_dict)
+        owner.register_load_state_dict_pre_hook(state.before_state_dict)
+    # The gradient of a look-up does not read the table; what a subclass does is unknown.
+    if len(roots) == 1 and type(roots[0]).__mro__[type(roots[0]).__mro__.index(FSDPModule) + 1] is nn.Embedding:
+        state.unit.set_unshard_in_backward(False)
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = MixedPrecisionPolicy(),
+    offload_policy: Any = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shards the parameters of ``module`` over a mesh and gathers them just in time for its forward and backward, in place.
+
+    Parameters of inner modules on which it was called before stay with those: call it on inner modules first, on the whole model
+    last. Afterwards ``module.parameters()`` are DTensors over this rank's shards; their gradients are averaged over all ranks.
+
+    Args:
+        module: a module, or a list of modules that form one unit: gathered for the first that runs, freed after the last.
+        mesh: 1-D: shards over it. 2-D: axis 0 replicates, axis 1 shards. Default: one axis over all ranks.
+        reshard_after_forward: free the gathered parameters after forward (True), keep them (False), or cut them over groups of that
+            many ranks (int, a factor of the shard axis). Default: True, but False for the root.
+        shard_placement_fn: parameter -> Shard(dim) to cut it on, or None for dim 0. Sizes need not divide.
+        mp_policy, offload_policy: see there; those of torch are taken as well.
+        ignored_params: parameters that are left alone.
+        dp_mesh_dims: not supported, must be None.
+    Returns:
+        ``module``, whose class is now a subclass of FSDPModule.
+    Raises ValueError, and leaves the module as it was: no module, wrapped before, a mesh that does not fit, a parameter on another
+    device, of another unit, or a DTensor whose mesh is no other part of the same one.
+
+    Collective among the ranks of the mesh the first time that it is used.
+    """
+    if dp_mesh_dims is not None:
+        raise ValueError(f"[{_OP}] dp_mesh_dims is given, want None: it is not supported yet")
+    return _shard(FSDPModule, "FSDP", module, mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
+
+
+def hyper_fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = MixedPrecisionPolicy(),
+    offload_policy: Any = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    replicate_params: set[nn.Parameter] | None = None,
+    comm_fusion: bool = True,
+    comm_fusion_zero_copy: bool | None = None,
+    source_shard_infos: Any = None,
+    bucket_size: int = -1,
+    shard_layout: str = "per_parameter",
+) -> Any:
+    """HyperParallel's fully_shard. See hyper_parallel.fsdp.fully_shard for what is not listed here.
+
+    Args:
+        replicate_params: parameters that stay whole on every rank; their gradients are averaged over all ranks of the mesh.
+        comm_fusion: one collective for each dtype of a unit, or one for each parameter.
+        comm_fusion_zero_copy: shards always lie in one flat buffer, so that it changes nothing; True needs comm_fusion.
+        source_shard_infos: not supported yet, must be None.
+        bucket_size: most bytes of gathered parameters in one collective; -1: no limit.
+        shard_layout: "per_parameter", or "ragged": a unit's parameters are one buffer, cut into equal parts at row ends. Nothing is
+            copied after a gather; the parameters are then plain tensors, this rank's rows, and no DTensors.
+    Returns:
+        ``module``, whose class is now a subclass of HSDPModule.
+    """
+    if source_shard_infos is not None:
+        raise ValueError(f"[{_OP}] source_shard_infos is given, want None: it is not supported from Python yet")
+    if comm_fusion_zero_copy and not comm_fusion:
+        raise ValueError(f"[{_OP}] comm_fusion_zero_copy is True without comm_fusion, want comm_fusion too")
+    if shard_layout not in ("per_parameter", "ragged"):
+        raise ValueError(f"[{_OP}] shard_layout is {shard_layout!r}, want \"per_parameter\" or \"ragged\"")
+    return _shard(HSDPModule, "HSDP", module, mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params,
+                  replicate_params, comm_fusion, bucket_size, shard_layout == "ragged")

@@ -1,0 +1,306 @@
+#include "unit.h"
+
+#include <limits>
+#include <unordered_map>
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "tensors.h"
+
+namespace hyper_parallel::python {
+namespace {
+
+py::object wrap_tensor(const at::Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
+
+/// torch's types and names that are looked up once.
+struct Names {
+  py::object dtensor_type = py::module_::import("torch.distributed.tensor").attr("DTensor");
+  py::object make_dtensor = py::module_::import("torch").attr("Tensor").attr("_dtensor__new__");
+  py::str local = "_local_tensor", spec = "_spec";
+  py::dict plain;  ///< keyword arguments
+  Names() { plain["requires_grad"] = false; }
+};
+
+const Names& names() {
+  static const auto* instance = new Names;  // never destroyed: the interpreter may end before static objects do
+  return *instance;
+}
+
+/// The exception that Python code is handling; null if none.
+py::object handled_exception() {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_GetExcInfo(&type, &value, &trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  return py::reinterpret_steal<py::object>(value != nullptr ? value : Py_NewRef(Py_None));
+}
+
+/// How torch.utils.checkpoint ends a recomputation of which it has seen enough.
+bool is_early_stop(const py::object& exception) {
+  return std::string_view(Py_TYPE(exception.ptr())->tp_name) == "_StopRecomputationError";
+}
+
+/// Takes the local part of a DTensor's gradient.
+class BlockNode : public torch::autograd::Node {
+ public:
+  explicit BlockNode(py::object spec) : Node(std::numeric_limits<std::uint64_t>::max(), {}), spec_(std::move(spec)) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    if (!gradients.at(0).defined()) return {at::Tensor()};
+    const py::gil_scoped_acquire lock;
+    py::object gradient = wrap_tensor(gradients[0]);
+    if (!py::isinstance(gradient, names().dtensor_type)) return {gradients[0]};
+    const py::object placements = spec_.object().attr("placements"), given = gradient.attr("placements");
+    if (!given.equal(placements)) gradient = gradient.attr("redistribute")(spec_.object().attr("mesh"), placements);
+    return {gradient.attr(names().local).cast<at::Tensor>()};
+  }
+  std::string name() const override { return "HyperParallelBlock"; }
+
+ private:
+  Ref spec_;
+};
+
+}  // namespace
+
+void GatheredBlock::make() {
+  at::Tensor alias = block_.detach();
+  py::object whole = wrap_.object()(wrap_tensor(alias));
+  node_.reset();
+  whole_ = Ref(std::move(whole));
+}
+
+PyObject* GatheredBlock::current() {
+  const auto storage = [](const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl(); };
+  const auto local = [&] { return whole_.object().attr(names().local).cast<at::Tensor>(); };
+  // A conversion has given the block another storage.
+  if (whole_.get() == nullptr || storage(local()) != storage(block_)) make();
+  const at::Tensor& whole = THPVariable_Unpack(whole_.get());
+  if (block_.requires_grad()) {
+    const torch::autograd::Edge next = torch::autograd::impl::gradient_edge(block_);
+    if (!node_ || !(node_->next_edge(0) == next)) {
+      node_ = c10::make_intrusive<BlockNode>(whole_.object().attr(names().spec));
+      node_->add_input_metadata(whole);
+      node_->add_next_edge(next);
+      torch::autograd::impl::set_gradient_edge(whole, torch::autograd::Edge(node_, 0));
+    }
+  } else if (whole.requires_grad()) {
+    torch::autograd::impl::set_gradient_edge(whole, torch::autograd::Edge());
+    node_.reset();
+  }
+  return whole_.get();
+}
+
+DTensorLeaf::DTensorLeaf(py::object parameter, const at::Tensor& sharded)
+    : parameter_(std::move(parameter)), local_(wrap_tensor(sharded)) {}
+
+const at::Tensor& DTensorLeaf::tensor() const { return THPVariable_Unpack(parameter_.get()); }
+
+at::Tensor DTensorLeaf::grad() const {
+  const at::Tensor& grad = tensor().grad();
+  if (!grad.defined()) return {};
+  const py::gil_scoped_acquire lock;
+  return wrap_tensor(grad).attr(names().local).cast<at::Tensor>();
+}
+
+void DTensorLeaf::set_grad(const at::Tensor& part) {
+  at::Tensor& grad = tensor().mutable_grad();
+  if (!part.defined()) {
+    grad = at::Tensor();
+    return;
+  }
+  const py::gil_scoped_acquire lock;
+  const py::object spec = parameter_.object().attr(names().spec);
+  grad = names().make_dtensor(names().dtensor_type, wrap_tensor(part), spec, **names().plain).cast<at::Tensor>();
+}
+
+void DTensorLeaf::grad_arrived() {
+  if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor())) (*hook)(tensor());
+}
+
+std::uint64_t DTensorLeaf::version() const { return static_cast<std::uint64_t>(tensor()._version()); }
+
+bool DTensorLeaf::is_registered_as(PyObject* entry) const {
+  if (entry != parameter_.get()) return false;
+  const auto local = py::reinterpret_steal<py::object>(PyObject_GetAttr(entry, names().local.ptr()));
+  if (!local) throw py::error_already_set();
+  return local.ptr() == local_.get();
+}
+
+py::object PyUnit::parameter(std::size_t slot) const {
+  const Slot& own = slots_.at(slot);
+  return own.leaf ? py::reinterpret_borrow<py::object>(own.leaf->parameter()) : own.sharded.object();
+}
+
+std::shared_ptr<PyUnit> PyUnit::make(const std::string& name, const std::vector<SlotDescription>& slots,
+                                     const FullyShardOptions& given,
+                                     const std::vector<std::pair<std::shared_ptr<PyUnit>, std::vector<std::string>>>& children,
+                                     int members, const py::object& wrap, const py::object& adopt) {
+  const auto unit = std::make_shared<PyUnit>();
+  unit->adopt_ = Ref(adopt);
+  unit->slots_.resize(slots.size());
+  unit->open_.resize(static_cast<std::size_t>(members));
+  FullyShardOptions options = given;
+  std::unordered_map<const void*, std::optional<std::int64_t>> dims;
+  std::vector<fsdp::ParameterSlot> parameters;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    dims[slots[i].parameter.unsafeGetTensorImpl()] = slots[i].shard_dim;
+    fsdp::ParameterSlot& slot = parameters.emplace_back();
+    slot.name = slots[i].name;
+    slot.parameter = slots[i].parameter;
+    slot.member = slots[i].member;
+    slot.make_leaf = [&, i](const at::Tensor& sharded) -> std::shared_ptr<fsdp::ParameterLeaf> {
+      Slot& own = unit->slots_[i];
+      own.sharded = Ref(wrap_tensor(sharded));
+      py::object parameter = wrap(i, own.sharded.object());
+      if (!parameter.is_none()) own.leaf = std::make_shared<DTensorLeaf>(std::move(parameter), sharded);
+      return own.leaf;
+    };
+  }
+  options.shard_placement_fn = [&](const std::string&, const at::Tensor& parameter) {
+    return dims.at(parameter.unsafeGetTensorImpl());
+  };
+  std::vector<fsdp::ChildUnit> inner;
+  for (const auto& [child, paths] : children) inner.push_back({child->handle_.unit(), paths});
+
+  unit->handle_ = fsdp::UnitHandle(fsdp::make_unit(name, std::move(parameters), options, inner, members));
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    Slot& own = unit->slots_[i];
+    own.gathered = Ref(wrap_tensor(slots[i].parameter));
+    if (!slots[i].wrap_block.is_none()) own.block = std::make_unique<GatheredBlock>(slots[i].parameter, slots[i].wrap_block);
+    for (const py::handle place : slots[i].places) {
+      const auto pair = place.cast<std::pair<py::object, py::object>>();
+      own.places.emplace_back(Ref(pair.first), Ref(pair.second));
+    }
+  }
+  unit->shown_ = true;
+  unit->show(false);
+  // The modules own the unit; the engine must not.
+  const std::weak_ptr<PyUnit> weak = unit;
+  unit->handle_.set_front_end({.show =
+                                   [weak](bool gathered) {
+                                     if (const auto self = weak.lock()) self->show(gathered);
+                                   },
+                               .follow =
+                                   [weak] {
+                                     if (const auto self = weak.lock()) self->follow();
+                                   }});
+  return unit;
+}
+
+void PyUnit::show(bool gathered) {
+  if (std::exchange(shown_, gathered) == gathered) return;
+  const py::gil_scoped_acquire lock;
+  for (const Slot& slot : slots_) {
+    PyObject* entry = slot.leaf ? slot.leaf->parameter() : slot.sharded.get();
+    if (gathered) entry = slot.block ? slot.block->current() : slot.gathered.get();
+    for (const auto& [dictionary, key] : slot.places) {
+      if (PyDict_SetItem(dictionary.get(), key.get(), entry) != 0) throw py::error_already_set();
+    }
+  }
+}
+
+void PyUnit::follow() {
+  if (shown_ || following_) return;
+  const py::gil_scoped_acquire lock;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    for (const auto& [dictionary, key] : slot.places) {
+      PyObject* entry = PyDict_GetItemWithError(dictionary.get(), key.get());
+      if (entry == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+      if (slot.leaf ? entry != nullptr && slot.leaf->is_registered_as(entry) : entry == slot.sharded.get()) continue;
+      following_ = true;
+      try {
+        adopt_.object()(shared_from_this(), i,
+                        entry != nullptr ? py::reinterpret_borrow<py::object>(entry) : py::object(py::none()));
+      } catch (...) {
+        following_ = false;
+        throw;
+      }
+      following_ = false;
+    }
+  }
+}
+
+void PyUnit::replace(std::size_t slot, const py::object& parameter) {
+  Slot& own = slots_.at(slot);
+  if (own.leaf) own.leaf->replace(parameter);
+  if (shown_) return;
+  for (const auto& [dictionary, key] : own.places) {
+    if (PyDict_SetItem(dictionary.get(), key.get(), this->parameter(slot).ptr()) != 0) throw py::error_already_set();
+  }
+}
+
+py::object PyUnit::enter(int member, const py::tuple& args, const py::dict& kwargs) {
+  Open open;
+  open.handled = Ref(handled_exception());
+  {
+    const py::gil_scoped_release unlocked;
+    open.scope = std::make_unique<fsdp::ForwardScope>(*handle_.unit(), member);
+  }
+  py::object changed = py::none();
+  if (open.scope->casts_inputs()) {
+    try {
+      const auto cast = [&](const at::Tensor& tensor) { return open.scope->input(tensor); };
+      py::object new_args = map_tensors(args, cast), new_kwargs = map_tensors(kwargs, cast);
+      if (!new_args.is(args) || !new_kwargs.is(kwargs)) changed = py::make_tuple(std::move(new_args), std::move(new_kwargs));
+    } catch (...) {
+      const py::gil_scoped_release unlocked;
+      open.scope.reset();
+      throw;
+    }
+  }
+  open_.at(static_cast<std::size_t>(member)).push_back(std::move(open));
+  return changed;
+}
+
+PyUnit::Open PyUnit::take(int member) {
+  std::vector<Open>& open = open_.at(static_cast<std::size_t>(member));
+  check_value(!open.empty(), "fully_shard", "the forward of unit ", handle_.name(), " ends without having begun");
+  Open last = std::move(open.back());
+  open.pop_back();
+  return last;
+}
+
+py::object PyUnit::leave(int member, const py::object& result) {
+  Open open = take(member);
+  try {
+    py::object mapped = map_tensors(result, [&](const at::Tensor& tensor) { return open.scope->output(tensor); });
+    const py::gil_scoped_release unlocked;
+    open.scope->finish();
+    open.scope.reset();
+    return mapped;
+  } catch (...) {
+    const py::gil_scoped_release unlocked;
+    open.scope.reset();
+    throw;
+  }
+}
+
+void PyUnit::abandon(int member, bool stopped_early) {
+  Open open = take(member);
+  const py::gil_scoped_release unlocked;
+  if (stopped_early) open.scope->finish();
+  open.scope.reset();
+}
+
+py::object PyUnit::pre_hook(int member) {
+  return py::cpp_function([self = shared_from_this(), member](const py::object&, const py::tuple& args, const py::dict& kwargs) {
+    return self->enter(member, args, kwargs);
+  });
+}
+
+py::object PyUnit::post_hook(int member) {
+  return py::cpp_function([self = shared_from_this(), member](const py::object&, const py::object&, py::object result) {
+    const auto& open = self->open_.at(static_cast<std::size_t>(member));
+    const py::object handled = handled_exception();
+    // torch calls the hook while it handles what forward has thrown, also where a hook before ours has and nothing has begun.
+    if (open.empty() || (!handled.is_none() && handled.ptr() != open.back().handled.get())) {
+      if (!open.empty()) self->abandon(member, is_early_stop(handled));
+      return py::object(py::none());
+    }
+    py::object mapped = self->leave(member, result);
+    return mapped.is(result) ? py::object(py::none()) : mapped;
+  });
+}
+
+}  // namespace hyper_parallel::python

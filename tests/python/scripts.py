@@ -1,0 +1,273 @@
+"""Training scripts that know the library only as `api`: torch.distributed.fsdp or hyper_parallel.fsdp."""
+import contextlib
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from models import DIM, Block, Net, batch, build, loss_of
+
+
+def whole(tensor):
+    """The value of a DTensor or tensor, on every rank; None of None."""
+    if tensor is None:
+        return None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gradients(model):
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def weights(model):
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def mesh_of(world, hybrid):
+    if hybrid:
+        return init_device_mesh("cpu", (hybrid, world // hybrid), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh("cpu", (world,))
+
+
+def wrap(api, model, **options):
+    for block in model.blocks:
+        api.fully_shard(block, **options)
+    api.fully_shard(model, **options)
+    return model
+
+
+def policy(api, dtype):
+    if dtype is None:
+        return api.MixedPrecisionPolicy()
+    return api.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+class Record:
+    """What every step gave: losses, gradients, weights."""
+
+    def __init__(self):
+        self.steps = []
+
+    def step(self, model, optimizer, loss, max_norm=None):
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm) if max_norm else None
+        entry = {"loss": loss.detach().clone(), "norm": whole(norm), **{f"grad {k}": v for k, v in gradients(model).items()}}
+        optimizer.step()
+        optimizer.zero_grad()
+        entry.update({f"weight {k}": v for k, v in weights(model).items()})
+        self.steps.append(entry)
+
+
+def dense(api, rank, world, hybrid=0, dtype=None, tied=False, steps=3, reshard=None, clip=None, optimizer_type=torch.optim.AdamW, **extra):
+    model = build(tied=tied)
+    wrap(api, model, mesh=mesh_of(world, hybrid), mp_policy=policy(api, dtype), reshard_after_forward=reshard)
+    optimizer = optimizer_type(model.parameters(), lr=1e-2, **extra)
+    record = Record()
+    for step in range(steps):
+        tokens, targets = batch(rank, step)
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        record.step(model, optimizer, loss, clip)
+    return record.steps
+
+
+def accumulation(api, rank, world, hybrid=0, dtype=None, by="sync"):
+    model = build()
+    wrap(api, model, mesh=mesh_of(world, hybrid), mp_policy=policy(api, dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    record = Record()
+    for step in range(2):
+        for micro in range(3):
+            last = micro == 2
+            if by == "sync":
+                model.set_requires_gradient_sync(last)
+            elif by == "all_reduce":
+                model.set_requires_all_reduce(last)
+            elif by == "last":
+                model.set_is_last_backward(last)
+            tokens, targets = batch(rank, 10 * step + micro)
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+        record.step(model, optimizer, loss)
+    return record.steps
+
+
+class Checkpointed(Net):
+    """Checkpoints around blocks, or inside of them, or both."""
+
+    reentrant, where = False, "around"
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.where != "inside" else block(x)
+        return self.head(self.norm(x))
+
+
+class InsideBlock(Block):
+    reentrant = False
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+def checkpointing(api, rank, world, reentrant=False, where="around", hybrid=0):
+    model = build(Checkpointed)
+    model.reentrant, model.where = reentrant, where
+    if where != "around":
+        for block in model.blocks:
+            block.__class__ = InsideBlock
+            block.reentrant = reentrant
+    wrap(api, model, mesh=mesh_of(world, hybrid))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    record = Record()
+    for step in range(3):
+        tokens, targets = batch(rank, step)
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        record.step(model, optimizer, loss)
+    return record.steps
+
+
+def frozen(api, rank, world, dtype=None):
+    """The first block and the embedding are frozen; later they train."""
+    model = build()
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up.requires_grad_(False)
+    # FSDP2 wants one dtype of gradient in a unit and takes no unit in which some train.
+    wrap(api, model, mesh=mesh_of(world, 0), mp_policy=policy(api, dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = Record()
+    for step in range(3):
+        tokens, targets = batch(rank, step)
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        record.step(model, optimizer, loss)
+    return record.steps
+
+
+def several_forwards(api, rank, world):
+    """Two forwards of the model and one without gradients, then one backward."""
+    model = build()
+    wrap(api, model, mesh=mesh_of(world, 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = Record()
+    for step in range(3):
+        tokens, targets = batch(rank, step)
+        more, more_targets = batch(rank, step + 50)
+        with torch.no_grad():
+            model(tokens)
+        loss = loss_of(model(tokens), targets) + loss_of(model(more), more_targets)
+        loss.backward()
+        record.step(model, optimizer, loss)
+    return record.steps
+
+
+class Skipping(Net):
+    def forward(self, tokens, skip=()):
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            if i not in skip:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+def partial_use(api, rank, world):
+    """A block that does not run in some steps, on all ranks alike."""
+    model = build(Skipping)
+    wrap(api, model, mesh=mesh_of(world, 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = Record()
+    for step, skip in enumerate([(), (1,), (0, 2), ()]):
+        tokens, targets = batch(rank, step)
+        loss = loss_of(model(tokens, skip=skip), targets)
+        loss.backward()
+        record.step(model, optimizer, loss)
+    return record.steps
+
+
+class Failing(Net):
+    fail = None
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if self.fail == i:
+                raise KeyError("on purpose")
+        return self.head(self.norm(x))
+
+
+def exceptions(api, rank, world):
+    """A forward that fails half way on all ranks, then steps as if nothing had been."""
+    model = build(Failing)
+    wrap(api, model, mesh=mesh_of(world, 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = Record()
+    for step in range(3):
+        tokens, targets = batch(rank, step)
+        if step == 1:
+            model.fail = 1
+            with contextlib.suppress(KeyError):
+                model(tokens)
+            model.fail = None
+            model.reset_iter_state()
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        record.step(model, optimizer, loss)
+    return record.steps
+
+
+def one_list(api, rank, world):
+    """The last norm and the head as one unit, prefetch lists, a dimension of choice."""
+    from torch.distributed.tensor import Shard
+
+    model = build()
+    mesh = mesh_of(world, 0)
+    # FSDP2 wants sizes that divide on other dimensions than 0.
+    choose = lambda parameter: Shard(1) if parameter.dim() == 2 and parameter.shape[1] == DIM else None
+    for block in model.blocks:
+        api.fully_shard(block, mesh=mesh, shard_placement_fn=choose)
+    api.fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+    api.fully_shard(model, mesh=mesh)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    record = Record()
+    for step in range(3):
+        tokens, targets = batch(rank, step)
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        record.step(model, optimizer, loss)
+    return record.steps
+
+
+def tensor_parallel(api, rank, world, dtype=None, hybrid=False):
+    """Blocks cut by columns and rows over two ranks, then sharded over the others."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    shape, names = ((2, 1, 2), ("dp_replicate", "dp_shard", "tp")) if hybrid else ((world // 2, 2), ("dp_shard", "tp"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = build(Even)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    wrap(api, model, mesh=mesh[names[:-1]] if hybrid else mesh["dp_shard"], mp_policy=policy(api, dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    record = Record()
+    for step in range(3):
+        tokens, targets = batch(rank // 2, step)
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        record.step(model, optimizer, loss)
+    return record.steps
+
+
+class Even(Net):
+    """Sizes that both meshes divide."""
+
+    def __init__(self):
+        super().__init__(blocks=2)
+        for block in self.blocks:
+            block.up, block.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)

@@ -1,0 +1,201 @@
+"""Together with other parts of torch: compile, autocast, loss scaling, checkpoint wrappers, functions of one's own."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+
+import hyper_parallel.fsdp as ours
+from models import DIM, Block, Net, batch, build, loss_of
+from ranks import run_ranks
+from scripts import mesh_of, whole, wrap
+
+
+def same_gradients(model, plain, **tolerance):
+    """Of a plain model that saw the batches of all ranks."""
+    for (name, parameter), reference in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(whole(parameter.grad), reference.grad, msg=lambda text: f"{name}: {text}", **tolerance)  # noqa: B023
+
+
+def mean_loss(plain, world, step, autocast=None):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+        losses = []
+        for rank in range(world):
+            tokens, targets = batch(rank, step)
+            losses.append(loss_of(plain(tokens), targets))
+    return torch.stack(losses).mean()
+
+
+def autocast(rank, world):
+    model, plain = wrap(ours, build(), mesh=mesh_of(world, 0)), build()
+    tokens, targets = batch(rank, 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(tokens)
+        assert logits.dtype == torch.bfloat16
+        loss = loss_of(logits, targets)
+    loss.backward()
+    mean_loss(plain, world, 0, autocast=torch.bfloat16).backward()
+    same_gradients(model, plain, atol=2e-2, rtol=2e-2)
+
+
+def test_autocast():
+    run_ranks(2, autocast)
+
+
+def scaled_loss(rank, world):
+    model, plain = wrap(ours, build(), mesh=mesh_of(world, 0)), build()
+    optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(3):
+        tokens, targets = batch(rank, step)
+        scaler.scale(loss_of(model(tokens), targets)).backward()
+        if step == 1 and rank == 0:
+            model.head.weight.grad.to_local()[0, 0] = float("inf")  # one rank overflows
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        before = whole(model.norm.weight)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before, whole(model.norm.weight)) == (step == 1)
+        if step != 1:
+            mean_loss(plain, world, step).backward()
+            reference.step()
+            reference.zero_grad()
+    assert scaler.get_scale() == 32.0
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(whole(parameter), expected.detach(), msg=name)
+
+
+def test_loss_scaling():
+    run_ranks(2, scaled_loss)
+
+
+def wrapped_checkpoints(rank, world):
+    model, plain = build(), build()
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: isinstance(m, Block))
+    for block in model.blocks:
+        ours.fully_shard(block, mesh=mesh_of(world, 0))
+    ours.fully_shard(model, mesh=mesh_of(world, 0))
+    for step in range(2):
+        tokens, targets = batch(rank, step)
+        loss_of(model(tokens), targets).backward()
+        mean_loss(plain, world, step).backward()
+        same_gradients(model, plain)
+
+
+def test_checkpoint_wrappers():
+    run_ranks(2, wrapped_checkpoints)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight * 2, (grad * x * 2).sum(0)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM))
+        self.rnn = nn.LSTM(DIM, DIM, batch_first=True)
+        self.list = nn.ParameterList([torch.ones(DIM), torch.ones(DIM)])
+        self.linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        hidden, _ = self.rnn(Doubled.apply(x, self.weight).unsqueeze(1))
+        return self.linear(hidden.squeeze(1) * self.list[0] + self.list[1])
+
+
+def own_functions(rank, world):
+    model = build(Own)
+    plain = copy.deepcopy(model)
+    ours.fully_shard(model, mesh=mesh_of(world, 0), reshard_after_forward=True)
+    x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        same_gradients(model, plain)
+    assert model.count == 2
+
+
+def test_functions_and_modules_that_keep_weights():
+    run_ranks(2, own_functions)
+
+
+def compiled(rank, world, whole_block):
+    model, plain = build(), build()
+    for block in model.blocks:
+        if whole_block:
+            block.compile(backend="aot_eager")
+        else:
+            block.up.compile(backend="aot_eager")
+            block.norm.compile(backend="aot_eager")
+    wrap(ours, model, mesh=mesh_of(world, 0))
+    for step in range(2):
+        tokens, targets = batch(rank, step)
+        loss_of(model(tokens), targets).backward()
+        mean_loss(plain, world, step).backward()
+        same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("what", ["inside", "block"])
+def test_compile(what):
+    run_ranks(2, compiled, what == "block")
+
+
+def nested(rank, world):
+    """Functions of gradients, retained graphs, hooks on outputs, a double use of one unit."""
+    model = build(Block)
+    plain = copy.deepcopy(model)
+    ours.fully_shard(model, mesh=mesh_of(world, 0), reshard_after_forward=True)
+    x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    y, want = model(model(x)), plain(plain(x))
+    seen = []
+    y.register_hook(lambda grad: seen.append(grad.shape))
+    (grad_x,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (want_x,) = torch.autograd.grad(want.sum(), x, retain_graph=True)
+    torch.testing.assert_close(grad_x, want_x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    y.sum().backward()
+    want.sum().backward()
+    same_gradients(model, plain)
+    assert len(seen) == 2
+
+
+def test_graphs_that_are_used_again():
+    run_ranks(2, nested)
+
+
+class Routed(Net):
+    def forward(self, tokens, drop=False):
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            y = block(x)
+            x = x if drop and i == 1 else y
+        return self.head(self.norm(x))
+
+
+def result_dropped_on_one_rank(rank, world):
+    """A unit whose result rank 1 does not use: it takes part with zeros."""
+    model, plain = build(Routed), build(Routed)
+    wrap(ours, model, mesh=mesh_of(world, 0))
+    for step in range(2):
+        tokens, targets = batch(rank, step)
+        loss_of(model(tokens, drop=rank == 1), targets).backward()
+        losses = [loss_of(plain(batch(r, step)[0], drop=r == 1), batch(r, step)[1]) for r in range(world)]
+        torch.stack(losses).mean().backward()
+        same_gradients(model, plain)
+
+
+def test_ranks_that_go_other_ways():
+    run_ranks(2, result_dropped_on_one_rank)

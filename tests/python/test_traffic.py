@@ -1,0 +1,142 @@
+"""How often we communicate, and what a step costs on the host."""
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed.fsdp as theirs
+from torch.distributed.tensor.debug import CommDebugMode
+
+import hyper_parallel.fsdp as ours
+from models import DIM, Block, batch, build, loss_of
+from ranks import run_ranks
+from scripts import mesh_of, whole, wrap
+
+
+def step(model, rank, number):
+    tokens, targets = batch(rank, number)
+    loss_of(model(tokens), targets).backward()
+
+
+def counts(rank, world, hybrid):
+    """Collectives of one step, FSDP2's and ours."""
+    reference = wrap(theirs, build(), mesh=mesh_of(world, hybrid))
+    step(reference, rank, 0)
+    with CommDebugMode() as mode:
+        step(reference, rank, 1)
+    want = mode.get_total_counts()
+    model = wrap(ours, build(), mesh=mesh_of(world, hybrid))
+    step(model, rank, 0)
+    unit = model._hyper_parallel_state.unit
+    before = sum(calls for calls, _, _ in unit.counters().values())
+    step(model, rank, 1)
+    return want, sum(calls for calls, _, _ in unit.counters().values()) - before
+
+
+@pytest.mark.parametrize("world,hybrid", [(2, 0), (4, 2)])
+def test_collectives_of_a_step(world, hybrid):
+    for want, got in run_ranks(world, counts, hybrid):
+        # One exchange of a few bytes at the end of backward, of which gradients there are, is ours alone.
+        assert 0 < got <= want + 1
+
+
+def traffic(rank, world):
+    model = wrap(ours, build(), mesh=mesh_of(world, 0), reshard_after_forward=True)
+    unit = model._hyper_parallel_state.unit
+    step(model, rank, 0)
+    ((_, before, _),) = unit.counters().values()
+    step(model, rank, 1)
+    ((_, after, _),) = unit.counters().values()
+    # Each unit is gathered twice, and its gradients are sent once: three times the part of the other ranks, padding included.
+    parameters = sum(parameter.numel() for parameter in build().parameters()) * 4
+    least = 3 * parameters * (world - 1) // world
+    assert least <= after - before <= 1.2 * least + 4096
+    return unit.transport()
+
+
+def test_bytes_of_a_step():
+    assert set(run_ranks(2, traffic)) <= {"samehost", "gloo"}
+
+
+def memory(rank, world):
+    model = wrap(ours, build(), mesh=mesh_of(world, 0))
+    unit = model._hyper_parallel_state.unit
+    for number in range(2):
+        step(model, rank, number)
+        model.zero_grad()
+    settled = unit.memory()
+    for number in range(3):
+        step(model, rank, number)
+        model.zero_grad()
+    assert unit.memory() == settled
+
+
+def test_a_step_allocates_nothing_after_the_second():
+    run_ranks(2, memory)
+
+
+def lifetime(rank, world):
+    model = wrap(ours, build(), mesh=mesh_of(world, 0))
+    step(model, rank, 0)
+    seen = weakref.ref(model)
+    unit = weakref.ref(model._hyper_parallel_state.unit)
+    del model
+    gc.collect()
+    assert seen() is None and unit() is None
+    # Its groups are used again.
+    step(wrap(ours, build(), mesh=mesh_of(world, 0)), rank, 1)
+
+
+def test_a_model_goes_with_its_last_reference():
+    run_ranks(2, lifetime)
+
+
+def fake_world(rank, world):
+    model = ours.fully_shard(torch.nn.Sequential(Block(), Block()), mesh=mesh_of(world, 0))
+    assert model[0].norm.weight.to_local().shape == ((1,) if rank < DIM else (0,))
+    model(torch.ones(1, DIM)).sum().backward()
+    assert model[0].up.weight.grad.shape == (2 * DIM + 1, DIM)
+    return model._hyper_parallel_state.unit.transport()
+
+
+def test_a_faked_world_of_many():
+    assert run_ranks(1, fake_world, backend="fake", size=1024) == ["fake"]
+
+
+def through_gloo(rank, world):
+    import os
+
+    os.environ["HP_SAMEHOST"] = "0"
+    model, plain = ours.fully_shard(build(Block), mesh=mesh_of(world, 0)), build(Block)
+    model(torch.ones(2, DIM)).sum().backward()
+    plain(torch.ones(2, DIM)).sum().backward()
+    for parameter, reference in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(whole(parameter.grad), reference.grad)
+    return model._hyper_parallel_state.unit.transport()
+
+
+def test_through_the_network():
+    assert run_ranks(2, through_gloo, alone=True) == ["gloo"] * 2
+
+
+def part_of_the_world(rank, world):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    # Two meshes that know nothing of each other, one from a group that exists.
+    group = dist.new_group([2, 3])
+    if rank == 0:
+        return None  # takes no part
+    if rank == 1:
+        mesh = DeviceMesh("cpu", [1], _init_backend=False, mesh_dim_names=("alone",))
+        return None
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model, plain = ours.fully_shard(build(Block), mesh=mesh), build(Block)
+    x = torch.ones(2, DIM) * (rank - 1)
+    model(x).sum().backward()
+    (plain(torch.ones(2, DIM)).sum() + plain(2 * torch.ones(2, DIM)).sum()).backward()
+    return whole(model.down.weight.grad).allclose(plain.down.weight.grad / 2)
+
+
+def test_a_mesh_of_some_ranks():
+    assert run_ranks(4, part_of_the_world)[2:] == [True, True]
