@@ -19,6 +19,8 @@ struct DecoderOptions {
   bool loss_parallel = false;  ///< the loss of cut logits; false: logits are gathered
   bool sequence = false;       ///< sequence parallelism over tp
   bool checkpoint = false;     ///< blocks are recomputed
+  bool planned_scale =
+      false;  ///< blocks have a scale with sequence parallelism, too: a plan must say that its gradient is partial
   int64_t experts = 0, top_k = 2;
   double aux_loss = 0.0;
   bool split_tokens = false;  ///< the ranks of tp share out the tokens of experts
@@ -79,7 +81,7 @@ struct DecoderBlockImpl : torch::nn::Module {
                                                             parallel::ParallelSwiGLUOptions{
                                                                 .mesh = o.tp, .bias = true, .sequence_parallel = o.sequence}));
     }
-    if (!o.sequence) scale = register_parameter("scale", torch::ones({o.dim}));
+    if (!o.sequence || o.planned_scale) scale = register_parameter("scale", torch::ones({o.dim}));
   }
   /// \param length of the sequence that the ranks of tp share
   DecoderState forward(torch::Tensor x, const torch::Tensor& aux_loss, int64_t length) {
