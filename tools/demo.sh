@@ -49,6 +49,8 @@ train "$resume_ranks" "$@" --resume --checkpoint.dir="$run/checkpoints" --log.di
   --sample.prompts='[]' --train.max_seconds=0 --train.max_steps=$((last + 20)) || die "resuming failed, see the message above"
 [ -s "$run/resumed/result.txt" ] || die "resuming left no $run/resumed/result.txt"
 
+alone=$config
+[ "$demo" = demo ] || alone="$config --parallel.ep=1"
 cat <<MESSAGE
 
 What you have
@@ -62,7 +64,7 @@ What to try next
   another text:       make $demo DEMO_ARGS="--data.path=/path/to/a/file/or/folder"
   a larger model:     make $demo DEMO_ARGS="--model.dim=256 --model.ffn_dim=704 --train.max_seconds=1200"
   bfloat16 compute:   make $demo DEMO_ARGS="--precision.param_dtype=bfloat16"
-  one rank:           $program $config
+  one rank:           $program $alone
   go on:              $program $config --resume --train.max_seconds=0 --train.max_steps=$((last + 1000))
   all settings:       $program --help
 
