@@ -51,6 +51,7 @@ MetricsFile::MetricsFile(const std::filesystem::path& file, std::int64_t last, R
                              .memory = json.value("memory", std::int64_t{0}),
                              .elapsed_s = real(json, "elapsed_s"),
                              .eta_s = real(json, "eta_s")});
+    if (json.contains("aux_loss")) history.steps.back().aux_loss = real(json, "aux_loss");
   }
   in.close();
   *this = MetricsFile(file);

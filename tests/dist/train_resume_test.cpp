@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <tuple>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -142,6 +143,29 @@ TEST_F(TrainResume, FromTwoRanksToFourToThree) {
     const TrainResult three = train(config(optimizer, kind), 3, true);
     EXPECT_EQ(three.resumed, 6);
     expect_same_curve(three, whole, 2e-5);
+  }
+}
+
+/// Tensor, context and expert parallelism come and go with the checkpoint.
+TEST_F(TrainResume, BetweenWaysToShareTheModel) {
+  using Overrides = std::vector<Override>;
+  const Overrides experts = {
+      {"model.n_experts", "4"}, {"model.top_k", "2"}, {"model.expert_ffn_dim", "24"}, {"model.aux_loss_weight", "0.01"}};
+  const std::vector<std::tuple<std::string, Overrides, std::vector<std::pair<int, Overrides>>>> cases = {
+      {"dense", {}, {{4, {{"parallel.tp", "2"}}}, {2, {{"parallel.cp", "2"}}}, {1, {}}}},
+      {"experts", experts, {{4, {{"parallel.ep", "4"}}}, {2, {{"parallel.ep", "2"}}}, {2, {}}}},
+  };
+  for (const auto& [name, model, ways] : cases) {
+    SCOPED_TRACE(name);
+    const TrainResult whole = train(config(name + "-whole", model), 1);
+    for (std::size_t i = 0; i < ways.size(); ++i) {
+      Overrides all = model;
+      all.insert(all.end(), ways[i].second.begin(), ways[i].second.end());
+      const TrainResult result = train(config(name, all), ways[i].first, i > 0);
+      EXPECT_EQ(result.resumed, static_cast<std::int64_t>(3 * i));
+      expect_same_curve(result, whole, 1e-4);
+      if (i + 1 < ways.size()) forget_after(name, static_cast<std::int64_t>(3 * (i + 1)));
+    }
   }
 }
 
