@@ -190,10 +190,11 @@ TEST_F(HpCkpt, MemoryIsBounded) {
   for (int i = 0; i < 80; ++i) writer.write("large", std::as_bytes(std::span(rows)), static_cast<std::uint64_t>(i) * 4'000'000);
   writer.finish();
   const long nothing = watched_kb({"inspect", path("large.safetensors")});
-  for (const std::vector<std::string>& arguments :
-       {std::vector<std::string>{"convert", path("large.safetensors"), path("large"), "--ranks", "2", "--buffer-mb", "1"},
-        {"reshard", path("large"), path("half"), "--ranks", "3", "--buffer-mb", "1", "--dtype", "float16"},
-        {"diff", path("large"), path("large.safetensors")}}) {
+  const std::vector<std::vector<std::string>> commands = {
+      {"convert", path("large.safetensors"), path("large"), "--ranks", "2", "--buffer-mb", "1"},
+      {"reshard", path("large"), path("half"), "--ranks", "3", "--buffer-mb", "1", "--dtype", "float16"},
+      {"diff", path("large"), path("large.safetensors")}};
+  for (const std::vector<std::string>& arguments : commands) {
     const long most = watched_kb(arguments);
     EXPECT_GT(most, 1000) << arguments[0];
     EXPECT_LT(most, nothing + 110'000) << arguments[0];
