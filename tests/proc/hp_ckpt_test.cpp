@@ -59,6 +59,7 @@ class HpCkpt : public ::testing::Test {
     });
     train::Config config;
     config.model = kModel;
+    config.data.seq_len = 16;
     set_file_text(path("config.toml"), train::to_toml(config));
   }
   [[nodiscard]] std::string path(const std::string& name) const { return folder_.file(name); }
@@ -214,7 +215,9 @@ TEST_F(HpCkpt, HelpAndMistakes) {
   expect_error(run_ckpt({"inspect", path("nothing")}), "does not exist");
   set_file_text(path("pytorch_model.bin"), "PK\3\4");
   expect_error(run_ckpt({"inspect", path("pytorch_model.bin")}), "is pickled, which is not opened");
-  expect_error(run_ckpt({"convert", path("step"), path("hf"), "--to", "hf"}),
+  fs::create_directories(path("far/from/everything"));
+  fs::copy(path("step"), path("far/from/everything/step"));
+  expect_error(run_ckpt({"convert", path("far/from/everything/step"), path("hf"), "--to", "hf"}),
                "does not say which model it is, want --config FILE");
   expect_error(run_ckpt({"convert", path("step"), path("x"), "--config", path("config.toml")}),
                "--config and --tokenizer are for --to hf");
