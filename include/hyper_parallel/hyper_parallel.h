@@ -13,6 +13,9 @@
 #include <hyper_parallel/fsdp/source_shard.h>
 #include <hyper_parallel/fsdp/unit.h>
 #include <hyper_parallel/fsdp/zero.h>
+#include <hyper_parallel/hf/config.h>
+#include <hyper_parallel/hf/model.h>
+#include <hyper_parallel/hf/tokenizer.h>
 #include <hyper_parallel/mesh/device_mesh.h>
 #include <hyper_parallel/nn/apply_plan.h>
 #include <hyper_parallel/nn/checkpoint.h>

@@ -59,6 +59,7 @@ class HpCkpt : public ::testing::Test {
     });
     train::Config config;
     config.model = kModel;
+    config.data.seq_len = 16;
     set_file_text(path("config.toml"), train::to_toml(config));
   }
   [[nodiscard]] std::string path(const std::string& name) const { return folder_.file(name); }
@@ -190,10 +191,11 @@ TEST_F(HpCkpt, MemoryIsBounded) {
   for (int i = 0; i < 80; ++i) writer.write("large", std::as_bytes(std::span(rows)), static_cast<std::uint64_t>(i) * 4'000'000);
   writer.finish();
   const long nothing = watched_kb({"inspect", path("large.safetensors")});
-  for (const std::vector<std::string>& arguments :
-       {std::vector<std::string>{"convert", path("large.safetensors"), path("large"), "--ranks", "2", "--buffer-mb", "1"},
-        {"reshard", path("large"), path("half"), "--ranks", "3", "--buffer-mb", "1", "--dtype", "float16"},
-        {"diff", path("large"), path("large.safetensors")}}) {
+  const std::vector<std::vector<std::string>> commands = {
+      {"convert", path("large.safetensors"), path("large"), "--ranks", "2", "--buffer-mb", "1"},
+      {"reshard", path("large"), path("half"), "--ranks", "3", "--buffer-mb", "1", "--dtype", "float16"},
+      {"diff", path("large"), path("large.safetensors")}};
+  for (const std::vector<std::string>& arguments : commands) {
     const long most = watched_kb(arguments);
     EXPECT_GT(most, 1000) << arguments[0];
     EXPECT_LT(most, nothing + 110'000) << arguments[0];
@@ -213,7 +215,9 @@ TEST_F(HpCkpt, HelpAndMistakes) {
   expect_error(run_ckpt({"inspect", path("nothing")}), "does not exist");
   set_file_text(path("pytorch_model.bin"), "PK\3\4");
   expect_error(run_ckpt({"inspect", path("pytorch_model.bin")}), "is pickled, which is not opened");
-  expect_error(run_ckpt({"convert", path("step"), path("hf"), "--to", "hf"}),
+  fs::create_directories(path("far/from/everything"));
+  fs::copy(path("step"), path("far/from/everything/step"));
+  expect_error(run_ckpt({"convert", path("far/from/everything/step"), path("hf"), "--to", "hf"}),
                "does not say which model it is, want --config FILE");
   expect_error(run_ckpt({"convert", path("step"), path("x"), "--config", path("config.toml")}),
                "--config and --tokenizer are for --to hf");
