@@ -7,7 +7,7 @@ import tempfile
 import time
 import traceback
 
-SECONDS = 60
+SECONDS = 120
 
 _context = multiprocessing.get_context("forkserver")
 # Forked from a process that has these: torch takes seconds to import.

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +13,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .. import _C
+from ._collect import OP, Collector, Slot, outermost
 from ._comm import default_mesh, engine_mesh
 from ._module import FSDPModule, HSDPModule
 from ._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
-_OP = "fully_shard"
-
-
-@dataclass
-class _Slot:
-    """A parameter on its way into a unit, and what describes its shard. One that is a DTensor is cut further; the engine gets its block."""
-
-    name: str
-    parameter: nn.Parameter
-    member: int
-    shape: torch.Size
-    requires_grad: bool
-    mesh: DeviceMesh | None = None
-    cut: DTensorSpec | None = None
-    replicated: bool = False
-    dim: int = 0
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    placements: tuple[Placement, ...] = ()
 
 
 class _State:
@@ -101,7 +83,7 @@ def _block_wrapper(cut: DTensorSpec) -> Callable[[torch.Tensor], Any]:
     return wrap
 
 
-def _make_parameter(slot: _Slot, local: torch.Tensor) -> nn.Parameter:
+def _make_parameter(slot: Slot, local: torch.Tensor) -> nn.Parameter:
     assert slot.mesh is not None
     whole = _dtensor_over(local, slot.mesh, slot.placements, slot.shape)
     parameter: Any = nn.Parameter(whole, requires_grad=slot.requires_grad)
@@ -122,18 +104,18 @@ def _adopt(slots: list[_Description], unit: Any, i: int, entry: Any) -> None:
     slot = slots[i]
     where = f"(parameter {slot.name} of unit {unit.name()})"
     if not isinstance(entry, torch.Tensor):
-        raise ValueError(f"[{_OP}] a parameter was replaced by {type(entry).__name__}, want a tensor {where}")
+        raise ValueError(f"[{OP}] a parameter was replaced by {type(entry).__name__}, want a tensor {where}")
     sharded, old = unit.sharded(i), unit.parameter(i)
     with torch.no_grad():
         if isinstance(entry, DTensor):
             if entry.shape != slot.shape:
-                raise ValueError(f"[{_OP}] a parameter was replaced by one of shape {tuple(entry.shape)}, want {tuple(slot.shape)} {where}")
+                raise ValueError(f"[{OP}] a parameter was replaced by one of shape {tuple(entry.shape)}, want {tuple(slot.shape)} {where}")
             same = entry.device_mesh == slot.mesh and tuple(entry.placements) == slot.placements
             values = entry._local_tensor if same else entry.redistribute(slot.mesh, slot.placements)._local_tensor
         else:
             same, values = False, entry.detach()
         if values.is_meta:
-            raise ValueError(f"[{_OP}] a parameter was moved to the meta device, want one with values {where}")
+            raise ValueError(f"[{OP}] a parameter was moved to the meta device, want one with values {where}")
         if sharded.is_meta:
             unit.to_empty()
             sharded.copy_(values if values.shape == sharded.shape else _own_part(slot, values))
@@ -151,11 +133,11 @@ def _adopt(slots: list[_Description], unit: Any, i: int, entry: Any) -> None:
 
 def _own_part(slot: _Description, whole: torch.Tensor) -> torch.Tensor:
     if whole.shape != slot.shape:
-        raise ValueError(f"[{_OP}] parameter {slot.name} was replaced by a tensor of shape {tuple(whole.shape)}, want {tuple(slot.shape)}")
+        raise ValueError(f"[{OP}] parameter {slot.name} was replaced by a tensor of shape {tuple(whole.shape)}, want {tuple(slot.shape)}")
     mesh = slot.mesh
     coordinate: Any = mesh.get_coordinate()
     if mesh.ndim > 2:
-        raise ValueError(f"[{_OP}] parameter {slot.name} was replaced by a plain tensor, want a DTensor: two meshes cut it")
+        raise ValueError(f"[{OP}] parameter {slot.name} was replaced by a plain tensor, want a DTensor: two meshes cut it")
     part = whole
     for axis, placement in enumerate(slot.placements):
         if isinstance(placement, Shard):
@@ -165,99 +147,31 @@ def _own_part(slot: _Description, whole: torch.Tensor) -> torch.Tensor:
     return part
 
 
-class _Collector:
-    """Walks modules, leaves out what is ignored or below an inner unit, and finds every place where a parameter is registered."""
-
-    def __init__(self, ignored: set[int]) -> None:
-        self.slots: list[_Slot] = []
-        self.children: dict[int, tuple[Any, list[str]]] = {}
-        self.modules: list[nn.Module] = []  # that register managed parameters
-        self._ignored = ignored
-        self._by_id: dict[int, _Slot] = {}
-        self._visited: set[int] = set()
-
-    def collect(self, module: nn.Module, member: int, prefix: str = "", top: bool = True, inside: bool = False) -> None:
-        if id(module) in self._visited:
-            return
-        self._visited.add(id(module))
-        state = None if top else module.__dict__.get("_hyper_parallel_state")
-        if state is not None:
-            _, paths = self.children.setdefault(id(state), (state.unit, []))
-            position: int = module.__dict__["_hyper_parallel_member"]
-            paths.extend([""] * (position + 1 - len(paths)))
-            paths[position] = prefix[:-1]
-            inside = True
-        if not inside:
-            self._take(module, member, prefix)
-        for name, child in module._modules.items():
-            if child is not None:
-                self.collect(child, member, f"{prefix}{name}.", False, inside)
-
-    def _take(self, module: nn.Module, member: int, prefix: str) -> None:
-        managed = False
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in self._ignored:
-                continue
-            managed = True
-            slot = self._by_id.get(id(parameter))
-            if slot is None:
-                slot = _Slot(prefix + name, parameter, member, parameter.shape, parameter.requires_grad)
-                self._by_id[id(parameter)] = slot
-                self.slots.append(slot)
-            slot.places.append((module._parameters, name))
-        if managed:
-            self.modules.append(module)
-
-
-def _outermost(module: Any) -> tuple[list[nn.Module], bool]:
-    """The modules that form the unit, without those below another one."""
-    if isinstance(module, list):
-        if not module:
-            raise ValueError(f"[{_OP}] list of modules is empty, want at least one")
-        for i, each in enumerate(module):
-            if not isinstance(each, nn.Module):
-                raise ValueError(f"[{_OP}] element {i} is {type(each).__name__}, want a torch.nn.Module")
-    elif not isinstance(module, nn.Module):
-        raise ValueError(f"[{_OP}] module is {type(module).__name__}, want a torch.nn.Module or a list of them")
-    given = module if isinstance(module, list) else [module]
-    for each in given:
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
-            raise ValueError(f"[{_OP}] module is a {type(each).__name__}, which has no forward: shard its elements")
-        if "_hyper_parallel_state" in each.__dict__:
-            raise ValueError(f"[{_OP}] module {type(each).__name__} is already a unit, want fully_shard once per module")
-    below = {id(child) for each in given for child in each.modules() if child is not each}
-    roots: list[nn.Module] = []
-    for each in given:
-        if id(each) not in below and not any(each is root for root in roots):
-            roots.append(each)
-    return roots, isinstance(module, list)
-
-
 def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"[{_OP}] mesh is {type(mesh).__name__}, want a torch.distributed.DeviceMesh")
+        raise ValueError(f"[{OP}] mesh is {type(mesh).__name__}, want a torch.distributed.DeviceMesh")
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"[{_OP}] mesh has {mesh.ndim} dims, want 1 (shard) or 2 (replicate, shard): {mesh}")
+        raise ValueError(f"[{OP}] mesh has {mesh.ndim} dims, want 1 (shard) or 2 (replicate, shard): {mesh}")
     if mesh.device_type != "cpu":
-        raise ValueError(f"[{_OP}] mesh is on {mesh.device_type}, want cpu: this build has no other backend")
+        raise ValueError(f"[{OP}] mesh is on {mesh.device_type}, want cpu: this build has no other backend")
     if mesh.get_coordinate() is None:
-        raise ValueError(f"[{_OP}] this rank is not part of {mesh}")
+        raise ValueError(f"[{OP}] this rank is not part of {mesh}")
 
 
-def _chosen_dim(slot: _Slot, choose: Callable[[nn.Parameter], Any] | None) -> int:
+def _chosen_dim(slot: Slot, choose: Callable[[nn.Parameter], Any] | None) -> int:
     chosen = choose(slot.parameter) if choose is not None else None
     if chosen is None:
         return 0
     if not isinstance(chosen, Shard):
-        raise ValueError(f"[{_OP}] shard_placement_fn returned {chosen!r} for parameter {slot.name}, want a Shard or None")
+        raise ValueError(f"[{OP}] shard_placement_fn returned {chosen!r} for parameter {slot.name}, want a Shard or None")
     ndim = len(slot.shape)
     if not -ndim <= chosen.dim < ndim:
-        raise ValueError(f"[{_OP}] shard_placement_fn returned {chosen} for parameter {slot.name} of shape {tuple(slot.shape)}, "
+        raise ValueError(f"[{OP}] shard_placement_fn returned {chosen} for parameter {slot.name} of shape {tuple(slot.shape)}, "
                          f"want a dim from {-ndim} to {ndim - 1}")
     return chosen.dim % ndim
 
 
-def _describe(slots: list[_Slot], mesh: DeviceMesh, choose: Any, replicated: set[int], ragged: bool) -> None:
+def _describe(slots: list[Slot], mesh: DeviceMesh, choose: Any, replicated: set[int], ragged: bool) -> None:
     for slot in slots:
         # There is no dimension to cut a scalar on.
         slot.replicated = id(slot.parameter) in replicated or len(slot.shape) == 0
@@ -271,34 +185,34 @@ def _describe(slots: list[_Slot], mesh: DeviceMesh, choose: Any, replicated: set
             slot.placements += tuple(slot.cut.placements)
 
 
-def _join_mesh(slot: _Slot, parameter: DTensor, own: Placement, mesh: DeviceMesh, ragged: bool) -> Placement:
+def _join_mesh(slot: Slot, parameter: DTensor, own: Placement, mesh: DeviceMesh, ragged: bool) -> Placement:
     """Tensor parallelism has cut the parameter before: its axes follow the mesh's. Returns the placement of the shard axis."""
     where = f"(parameter {slot.name}, a DTensor on {parameter.device_mesh} with {parameter.placements})"
     if ragged:
-        raise ValueError(f"[{_OP}] shard_layout is \"ragged\", want \"per_parameter\" for parameters that are DTensors {where}")
+        raise ValueError(f"[{OP}] shard_layout is \"ragged\", want \"per_parameter\" for parameters that are DTensors {where}")
     parts = 1
     for axis, placement in enumerate(parameter.placements):
         if placement.is_partial() or not (placement.is_shard() or placement.is_replicate()):
-            raise ValueError(f"[{_OP}] placement {placement} cannot be cut further, want Shard or Replicate {where}")
+            raise ValueError(f"[{OP}] placement {placement} cannot be cut further, want Shard or Replicate {where}")
         if isinstance(own, Shard) and placement.is_shard(own.dim):
             parts *= parameter.device_mesh.size(axis)
     try:
         slot.mesh = DeviceMesh._concatenate([mesh, parameter.device_mesh])
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise ValueError(f"[{_OP}] mesh {mesh} does not go with that of the parameter, want two parts of one mesh: {error} {where}") from error
+        raise ValueError(f"[{OP}] mesh {mesh} does not go with that of the parameter, want two parts of one mesh: {error} {where}") from error
     slot.cut = parameter._spec
     if parts == 1 or not isinstance(own, Shard):
         return own
     shards = parts * mesh.size(mesh.ndim - 1)
     if slot.shape[own.dim] % shards != 0:
-        raise ValueError(f"[{_OP}] dim {own.dim} of size {slot.shape[own.dim]} is cut by both meshes, want a multiple of {shards} {where}")
+        raise ValueError(f"[{OP}] dim {own.dim} of size {slot.shape[own.dim]} is cut by both meshes, want a multiple of {shards} {where}")
     return _StridedShard(own.dim, split_factor=parts)
 
 
 def _parameter_ids(name: str, parameters: Any) -> set[int]:
     for parameter in parameters or ():
         if not isinstance(parameter, torch.Tensor):
-            raise TypeError(f"[{_OP}] {name} has a {type(parameter).__name__}, want parameters")
+            raise TypeError(f"[{OP}] {name} has a {type(parameter).__name__}, want parameters")
     return {id(parameter) for parameter in parameters or ()}
 
 
@@ -306,14 +220,14 @@ def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(mp_policy, name, "missing")
         if not (dtype is None or isinstance(dtype, torch.dtype)):
-            raise ValueError(f"[{_OP}] mp_policy.{name} is {dtype!r}, want a torch.dtype or None")
+            raise ValueError(f"[{OP}] mp_policy.{name} is {dtype!r}, want a torch.dtype or None")
     if not any(cls.__name__ == "OffloadPolicy" for cls in type(offload_policy).__mro__):
-        raise ValueError(f"[{_OP}] offload_policy is {type(offload_policy).__name__}, want an OffloadPolicy")
+        raise ValueError(f"[{OP}] offload_policy is {type(offload_policy).__name__}, want an OffloadPolicy")
 
 
 def _check_reshard(reshard_after_forward: Any) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
-        raise ValueError(f"[{_OP}] reshard_after_forward is {reshard_after_forward!r}, want a bool, an int or None")
+        raise ValueError(f"[{OP}] reshard_after_forward is {reshard_after_forward!r}, want a bool, an int or None")
 
 
 _classes: dict[tuple[type, type], type] = {}
@@ -346,16 +260,16 @@ def _shard(
     bucket_size: int = -1,
     ragged: bool = False,
 ) -> Any:
-    roots, _ = _outermost(module)
+    roots, _ = outermost(module)
     _check_reshard(reshard_after_forward)
     _check_policies(mp_policy, offload_policy)
     replicated = _parameter_ids("replicate_params", replicate_params)
-    collector = _Collector(_parameter_ids("ignored_params", ignored_params))
+    collector = Collector(_parameter_ids("ignored_params", ignored_params))
     for member, root in enumerate(roots):
         collector.collect(root, member)
     slots = collector.slots
     if mesh is None and any(isinstance(slot.parameter, DTensor) for slot in slots):
-        raise ValueError(f"[{_OP}] mesh is None, want the data-parallel part of the mesh: there are parameters that are DTensors")
+        raise ValueError(f"[{OP}] mesh is None, want the data-parallel part of the mesh: there are parameters that are DTensors")
     mesh = mesh if mesh is not None else default_mesh()
     _check_mesh(mesh)
     _describe(slots, mesh, shard_placement_fn, replicated, ragged)
@@ -457,7 +371,7 @@ def fully_shard(
     Collective among the ranks of the mesh the first time that it is used.
     """
     if dp_mesh_dims is not None:
-        raise ValueError(f"[{_OP}] dp_mesh_dims is given, want None: it is not supported yet")
+        raise ValueError(f"[{OP}] dp_mesh_dims is given, want None: it is not supported yet")
     return _shard(FSDPModule, "FSDP", module, mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
 
 
@@ -491,10 +405,10 @@ def hyper_fully_shard(
         ``module``, whose class is now a subclass of HSDPModule.
     """
     if source_shard_infos is not None:
-        raise ValueError(f"[{_OP}] source_shard_infos is given, want None: it is not supported from Python yet")
+        raise ValueError(f"[{OP}] source_shard_infos is given, want None: it is not supported from Python yet")
     if comm_fusion_zero_copy and not comm_fusion:
-        raise ValueError(f"[{_OP}] comm_fusion_zero_copy is True without comm_fusion, want comm_fusion too")
+        raise ValueError(f"[{OP}] comm_fusion_zero_copy is True without comm_fusion, want comm_fusion too")
     if shard_layout not in ("per_parameter", "ragged"):
-        raise ValueError(f"[{_OP}] shard_layout is {shard_layout!r}, want \"per_parameter\" or \"ragged\"")
+        raise ValueError(f"[{OP}] shard_layout is {shard_layout!r}, want \"per_parameter\" or \"ragged\"")
     return _shard(HSDPModule, "HSDP", module, mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params,
                   replicate_params, comm_fusion, bucket_size, shard_layout == "ragged")
