@@ -165,6 +165,17 @@ TEST_F(TrainParallel, TiedWeights) {
                            {{2, "tp=2"}, {3, "tp=3 sequence_parallel=true"}, {4, "tp=2 cp=2 sequence_parallel=true"}});
 }
 
+/// What Qwen3 has beside Llama: norms of heads, whose gradients are summands over tp, another width of heads, biases.
+TEST_F(TrainParallel, NormsOfHeadsAndBiases) {
+  const Overrides model = {{"model.qk_norm", "true"}, {"model.head_dim", "10"}, {"model.attention_bias", "true"}};
+  expect_curve_of_one_rank(model, {{2, "tp=2"},
+                                   {3, "tp=3 sequence_parallel=true"},
+                                   {4, "tp=2 layout=per_parameter sequence_parallel=true"},
+                                   {4, "cp=2 tp=2"},
+                                   {2, "cp=2"}});
+  expect_curve_of_one_rank(kExperts + model, {{4, "tp=2 ep=4"}});
+}
+
 TEST_F(TrainParallel, Optimizers) {
   for (const char* optimizer : {"muon", "sgd"}) {
     const Overrides model = {{"optim.optimizer", optimizer}, {"optim.ema_decay", "0.5"}};
@@ -194,6 +205,22 @@ TEST_F(TrainParallel, TextsAreThoseOfOneRank) {
   for (const char* axes : {"tp=2 ep=2 sequence_parallel=true", "cp=2", "ep=4"}) {
     train(config("many", kExperts + texts + ranks(axes)), 4);
     EXPECT_EQ(samples("many"), samples("one")) << axes;
+  }
+}
+
+/// Weights, optimizer state and the balancing bias go from one arrangement to another; nothing is lost or done twice.
+TEST_F(TrainParallel, ACheckpointGoesOnInAnotherArrangement) {
+  const Overrides model =
+      kSigmoid +
+      Overrides{{"model.qk_norm", "true"}, {"optim.ema_decay", "0.5"}, {"checkpoint.every", "3"}, {"checkpoint.keep_last", "0"}};
+  const TrainResult whole = train(config("moved", model + ranks("ep=2")), 2);
+  for (const Case& c :
+       {Case{4, "tp=2 ep=4 sequence_parallel=true"}, {1, ""}, {4, "cp=2 ep=2 layout=per_parameter"}, {3, "tp=3"}}) {
+    SCOPED_TRACE(c);
+    for (const char* later : {"step-00000006", "step-00000008"}) fs::remove_all(dir_ / "runs/moved/checkpoints" / later);
+    const TrainResult moved = train(config("moved", model + ranks(c.ranks)), c.world, {.resume = true});
+    EXPECT_EQ(moved.resumed, 3);
+    expect_same_curve(moved, whole, 2e-5);
   }
 }
 

@@ -40,10 +40,10 @@ class TrainRun : public ::testing::Test {
   }
 
   // The result of rank 0.
-  static TrainResult train(const Config& config, int world) {
+  static TrainResult train(const Config& config, int world, const RunOptions& options = {}) {
     TrainResult result;
     testing::run_ranks(world, [&](int rank) {
-      TrainResult mine = run_training(config, current_world());
+      TrainResult mine = run_training(config, current_world(), options);
       if (rank == 0) result = std::move(mine);
     });
     return result;
