@@ -21,8 +21,8 @@ namespace hyper_parallel::ckpt {
 namespace {
 
 constexpr std::string_view kOp = "ckpt.save";
-/// Bytes that are checksummed and written at a time: they stay in the cache in between, and the page cache gets large folios, which
-/// are read faster.
+/// Bytes that are checksummed and written at a time: they stay in the cache in between, and the page cache gets large folios,
+/// which are read faster.
 constexpr std::uint64_t kChunk = 4 << 20;
 
 /// Elements of this rank's part before those of `piece`.
