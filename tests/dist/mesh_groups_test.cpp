@@ -1,17 +1,20 @@
 // Process groups of meshes over real peers.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/comm/world.h>
 #include <hyper_parallel/mesh/device_mesh.h>
 
+#include "support/message_of.h"
 #include "support/rank_threads.h"
 
 namespace hyper_parallel {
 namespace {
 
 using Names = std::vector<std::string>;
+using testing::message_of;
 using testing::run_ranks;
 
 float sum_over(const Comm& group, float value) {
@@ -53,6 +56,23 @@ TEST(MeshGroups, AreMadeByTheirMembersOnly) {
     if (rank < 2) {
       EXPECT_EQ(sum_over(mesh.get_group("tp"), 1.0F), 2.0F);
     }
+  });
+}
+
+// Two ranks of a world whose other ranks never come.
+TEST(MeshGroups, OfSomeRanksOfAWorldThatNobodyWaitsFor) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  run_ranks(2, [&](int rank) {
+    const World world = make_world({.rank = rank + 1, .world_size = 4, .store = store, .wait_for_ranks = false});
+    EXPECT_EQ(current_world().size(), 2);
+    const auto mesh = DeviceMesh::from_ranks(world, "cpu", {2, 1}, {2, 1}, {"dp", "tp"});
+    EXPECT_EQ(mesh.get_local_rank("dp"), 1 - rank);
+    EXPECT_EQ(sum_over(mesh.get_group("dp"), 1.0F), 2.0F);
+    EXPECT_FALSE(DeviceMesh::from_ranks(world, "cpu", {1}, {3}, {"dp"}).get_coordinate().has_value());
+    EXPECT_EQ(message_of([&] { (void)DeviceMesh::from_ranks(world, "cpu", {1}, {4}, {"dp"}); }),
+              "[DeviceMesh::from_ranks] rank 4, want 0 to 3");
+    EXPECT_EQ(message_of([] { (void)DeviceMesh::from_ranks(World(), "cpu", {1}, {0}, {"dp"}); }),
+              "[DeviceMesh::from_ranks] empty World handle, want one from make_world or init_process_group");
   });
 }
 
