@@ -69,9 +69,9 @@ TEST(MeshGroups, OfSomeRanksOfAWorldThatNobodyWaitsFor) {
     EXPECT_EQ(mesh.get_local_rank("dp"), 1 - rank);
     EXPECT_EQ(sum_over(mesh.get_group("dp"), 1.0F), 2.0F);
     EXPECT_FALSE(DeviceMesh::from_ranks(world, "cpu", {1}, {3}, {"dp"}).get_coordinate().has_value());
-    EXPECT_EQ(message_of([&] { (void)DeviceMesh::from_ranks(world, "cpu", {1}, {4}, {"dp"}); }),
+    EXPECT_EQ(message_of<ValueError>([&] { (void)DeviceMesh::from_ranks(world, "cpu", {1}, {4}, {"dp"}); }),
               "[DeviceMesh::from_ranks] rank 4, want 0 to 3");
-    EXPECT_EQ(message_of([] { (void)DeviceMesh::from_ranks(World(), "cpu", {1}, {0}, {"dp"}); }),
+    EXPECT_EQ(message_of<ValueError>([] { (void)DeviceMesh::from_ranks(World(), "cpu", {1}, {0}, {"dp"}); }),
               "[DeviceMesh::from_ranks] empty World handle, want one from make_world or init_process_group");
   });
 }
