@@ -18,6 +18,19 @@ namespace hyper_parallel::fsdp {
 
 namespace {
 
+/// Each rank decides from what it holds itself: ranks that gather together must hold as much of the whole tree. Blocks of source
+/// axes differ in size, and only with one and the same set of data-parallel ranks do all of them have the same block.
+void check_ranks_of_budget(const std::vector<Unit*>& units) {
+  const bool blocks = std::any_of(units.begin(), units.end(), [](const Unit* unit) { return unit->mesh().has_source(); });
+  if (!blocks) return;
+  const Unit& root = *units.back();
+  for (const Unit* unit : units) {
+    check_value(unit->data_parallel_comm().ranks() == root.data_parallel_comm().ranks(), "fully_shard",
+                "memory budget in a tree whose units are sharded over different ranks: unit ", unit->name(),
+                " not over those of unit ", root.name(), ", want reshard_after_forward = true or false with experts");
+  }
+}
+
 /// The entry for the ranks of `comm`, made on first use: entries keep the order in which the units name their groups.
 template <class T>
 T& entry_for(std::vector<std::pair<Comm, T>>& entries, const Comm& comm) {
@@ -91,7 +104,7 @@ void Runtime::absorb(Runtime& other) {
 }
 
 void Runtime::decide_budgets() {
-  if (std::exchange(decided_, true)) return;
+  if (decided_) return;
   std::int64_t bytes = 0;
   std::vector<Unit*> candidates;
   for (Unit* unit : units_) {
@@ -101,6 +114,8 @@ void Runtime::decide_budgets() {
       candidates.push_back(unit);
     }
   }
+  if (!candidates.empty()) check_ranks_of_budget(units_);
+  decided_ = true;
   if (candidates.empty()) return;
   Unit& root = *units_.back();
   const auto planned = [&] { return plan_memory(root, {}).total(); };

@@ -180,5 +180,23 @@ TEST_F(ParallelizeErrors, ExpertsAndPlans) {
   });
 }
 
+/// Ranks decide by what they hold, and those of one dense unit hold different experts.
+TEST_F(ParallelizeErrors, MemoryBudgetWithExperts) {
+  run_ranks(4, [] {
+    const PlanMeshes meshes = init_parallel_meshes("cpu", {.ep = 2});
+    Decoder model(on_meshes({.layers = 1, .experts = 3}, meshes));
+    const ParallelModel made =
+        parallelize(model, meshes, {.fully_shard = {.reshard_after_forward = MemoryBudget{int64_t{1} << 30}}});
+    const Batch batch = decoder_batch(model->options, 2, 1);
+    const std::string want =
+        "[fully_shard] memory budget in a tree whose units are sharded over different ranks: unit layers.0.moe.experts not over "
+        "those of unit Decoder, want reshard_after_forward = true or false with experts";
+    EXPECT_EQ(value_error([&] { (void)made.root.plan_memory(); }), want);
+    EXPECT_EQ(value_error([&] { (void)model(batch.tokens, batch.targets); }), want);
+    made.root.set_reshard_after_forward(true);
+    model(batch.tokens, batch.targets).backward();
+  });
+}
+
 }  // namespace
 }  // namespace hyper_parallel::testing
