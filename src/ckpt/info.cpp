@@ -165,7 +165,9 @@ CheckpointInfo read_info(const std::filesystem::path& path) {
   return info;
 }
 
-std::vector<std::string> verify(const std::filesystem::path& path) {
+std::vector<std::string> verify(const std::filesystem::path& path) { return verify_showing(path, {}); }
+
+std::vector<std::string> verify_showing(const std::filesystem::path& path, const OnProgress& progress) {
   std::vector<std::string> problems;
   const auto attempt = [&](const auto& check) {
     try {
@@ -180,6 +182,8 @@ std::vector<std::string> verify(const std::filesystem::path& path) {
   if (!attempt([&] { info = read_info(path); })) return problems;
   std::vector<std::optional<SafetensorsFile>> files(info.files.size());
   for (std::size_t i = 0; i < files.size(); ++i) attempt([&] { files[i].emplace(path / info.files[i].name); });
+  std::uint64_t done = 0, all = 0;
+  for (const auto& [name, tensor] : info.tensors) all += bytes_of({name, tensor.dtype, tensor.shape}).value_or(0);
   std::vector<std::byte> buffer(1 << 20);
   for (const auto& [name, tensor] : info.tensors) {
     for (const CheckpointInfo::Piece& piece : tensor.pieces) {
@@ -193,6 +197,8 @@ std::vector<std::string> verify(const std::filesystem::path& path) {
           file->read(entry, at, chunk);
           crc.add(at, chunk);
           at += chunk.size();
+          done += chunk.size();
+          if (progress) progress(done, all);
         }
         check_piece(*file, entry, PartialCrc32c::finish(crc.contribution(entry.bytes()), entry.bytes()), piece.crc32c);
       });

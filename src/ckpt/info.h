@@ -1,8 +1,10 @@
 #pragma once
 #include <filesystem>
 #include <string>
+#include <vector>
 
 #include <hyper_parallel/ckpt/checkpoint.h>
+#include <hyper_parallel/ckpt/offline.h>
 
 namespace hyper_parallel::ckpt {
 
@@ -13,6 +15,9 @@ inline constexpr int kFormatVersion = 1;
 [[nodiscard]] std::string info_text(const CheckpointInfo& info);
 /// ValueError unless `text` is JSON (or empty). \return it, or "null"
 [[nodiscard]] std::string check_extra(std::string_view op, const std::string& text);
+
+/// verify, telling how many bytes have been compared.
+[[nodiscard]] std::vector<std::string> verify_showing(const std::filesystem::path& path, const OnProgress& progress);
 
 /// What the tensors of safetensors files are, each of them one piece. Names of files are relative to `folder`.
 [[nodiscard]] CheckpointInfo info_of_set(const std::filesystem::path& folder, const SafetensorsSet& set);

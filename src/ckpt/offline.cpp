@@ -201,7 +201,7 @@ std::vector<std::string> verify_source(const std::filesystem::path& path, const 
   std::vector<std::string> problems;
   try {
     const Source source(path);
-    if (source.kind() == SourceKind::kCheckpoint) return verify(path);
+    if (source.kind() == SourceKind::kCheckpoint) return verify_showing(path, progress);
     const RewriteOptions options{.progress = progress};
     std::uint64_t all = 0;
     for (const auto& [name, tensor] : source.info().tensors) all += *bytes_of({name, tensor.dtype, tensor.shape});

@@ -187,6 +187,13 @@ TEST(CkptOffline, WhatIsRefused) {
                std::runtime_error);
   EXPECT_FALSE(fs::exists(folder / "c"));
   EXPECT_FALSE(fs::exists(folder / ".c.partial"));
+  std::uint64_t last = 0, whole = 0;
+  EXPECT_TRUE(verify_source(folder / "a", [&](std::uint64_t done, std::uint64_t all) {
+                EXPECT_GT(done, last);
+                last = done, whole = all;
+              }).empty());
+  EXPECT_GT(whole, 0U);
+  EXPECT_EQ(last, whole) << "every byte of every piece, once";
   // A damaged file is noticed where it is read.
   std::string text = file_text(folder / "a/rank-00000.safetensors");
   set_file_text(folder / "a/rank-00000.safetensors", text.substr(0, text.size() - 1));

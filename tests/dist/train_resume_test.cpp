@@ -16,6 +16,7 @@
 #include <hyper_parallel/train/agree.h>
 #include <hyper_parallel/train/trainer.h>
 
+#include "dist/train_run.h"
 #include "support/rank_threads.h"
 #include "support/temp_folder.h"
 #include "train/stop_signal.h"
@@ -28,35 +29,19 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::run_ranks;
 
-class TrainResume : public ::testing::Test {
+class TrainResume : public TrainRun {
  protected:
-  void SetUp() override { write_text(600); }
-  void write_text(int lines) const {
-    std::ofstream out(dir_ / "text.txt");
-    for (int i = 0; i < lines; ++i) out << "line " << i * 7919 % 600 << " of a text that repeats itself\n";
-  }
-
   [[nodiscard]] Config config(const std::string& name, const std::vector<Override>& more = {}) const {
-    std::vector<Override> overrides = {{"data.path", (dir_ / "text.txt").string()},
-                                       {"log.dir", (dir_ / "runs").string()},
-                                       {"log.name", name},
-                                       {"log.every", "1000"}};
-    overrides.insert(overrides.end(), more.begin(), more.end());
-    return parse_config(
-        "[model]\ndim = 32\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\nffn_dim = 40\nmax_seq_len = 16\n"
-        "[data]\nseq_len = 16\n[train]\nbatch_size = 12\nmax_steps = 9\neval_every = 4\neval_windows = 14\n"
-        "[optim]\nlr = 1e-2\nwarmup_steps = 3\n[checkpoint]\nevery = 3\nkeep_last = 0\n",
-        "test.toml", overrides);
+    std::vector<Override> all = {
+        {"model.n_layers", "2"}, {"train.max_steps", "9"}, {"checkpoint.every", "3"}, {"checkpoint.keep_last", "0"}};
+    all.insert(all.end(), more.begin(), more.end());
+    return TrainRun::config(name, all);
   }
-
-  /// The result of rank 0.
   static TrainResult train(const Config& config, int world, bool resume = false) {
-    TrainResult result;
-    run_ranks(world, [&](int rank) {
-      TrainResult mine = run_training(config, current_world(), {.resume = resume});
-      if (rank == 0) result = std::move(mine);
-    });
-    return result;
+    return TrainRun::train(config, world, {.resume = resume});
+  }
+  static std::string agreed_message(const Config& config, int world, bool resume) {
+    return train::agreed_message(config, world, {.resume = resume});
   }
 
   /// As if the run had ended right after `step`.
@@ -64,23 +49,6 @@ class TrainResume : public ::testing::Test {
     for (const auto& entry : fs::directory_iterator(dir_ / "runs" / name / "checkpoints")) {
       if (entry.path().filename().string() > concat("step-0000000", step)) fs::remove_all(entry.path());
     }
-  }
-
-  static std::string agreed_message(const Config& config, int world, bool resume) {
-    std::string message;
-    std::mutex mutex;
-    int count = 0;
-    run_ranks(world, [&] {
-      try {
-        (void)run_training(config, current_world(), {.resume = resume});
-      } catch (const AgreedError& error) {
-        const std::lock_guard lock(mutex);
-        message = error.what();
-        ++count;
-      }
-    });
-    EXPECT_EQ(count, world);
-    return message;
   }
 
   static void expect_same_curve(const TrainResult& got, const TrainResult& want, double tolerance) {
@@ -100,9 +68,6 @@ class TrainResume : public ::testing::Test {
     EXPECT_NEAR(got.val_loss_start, want.val_loss_start, tolerance);
     EXPECT_NEAR(got.val_loss_end, want.val_loss_end, tolerance);
   }
-
-  testing::TempFolder folder_;
-  fs::path dir_ = folder_.path();
 };
 
 TEST_F(TrainResume, BitForBitOnAsManyRanks) {

@@ -21,9 +21,10 @@ namespace hyper_parallel::train {
 /// Runs of hp-train on rank threads, over a text of its own.
 class TrainRun : public ::testing::Test {
  protected:
-  void SetUp() override {
+  void SetUp() override { write_text(600); }
+  void write_text(int lines) const {
     std::ofstream out(dir_ / "text.txt");
-    for (int i = 0; i < 600; ++i) out << "line " << i * 7919 % 600 << " of a text that repeats itself\n";
+    for (int i = 0; i < lines; ++i) out << "line " << i * 7919 % 600 << " of a text that repeats itself\n";
   }
 
   [[nodiscard]] Config config(const std::string& name, std::vector<Override> more = {}) const {
@@ -64,13 +65,13 @@ class TrainRun : public ::testing::Test {
 };
 
 /// What all ranks of a run throw, which must be the same.
-inline std::string agreed_message(const Config& config, int world) {
+inline std::string agreed_message(const Config& config, int world, const RunOptions& options = {}) {
   std::string message;
   std::mutex mutex;
   int count = 0;
   testing::run_ranks(world, [&] {
     try {
-      (void)run_training(config, current_world());
+      (void)run_training(config, current_world(), options);
     } catch (const AgreedError& error) {
       const std::lock_guard lock(mutex);
       message = error.what();
