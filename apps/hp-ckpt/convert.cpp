@@ -33,6 +33,15 @@ std::string text_of(const fs::path& file) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
+/// CheckpointError if a checkpoint is damaged: what is written from it would get checksums of its own.
+void check_whole(const CkptCommand& command) {
+  if (ckpt::Source(command.source).kind() != ckpt::SourceKind::kCheckpoint) return;
+  Bar bar("verify", command.quiet);
+  const std::vector<std::string> problems =
+      ckpt::verify_source(command.source, [&](std::uint64_t done, std::uint64_t all) { bar.show(done, all); });
+  if (!problems.empty()) throw CheckpointError(problems.front());
+}
+
 struct Model {
   hf::Config config;
   bool bytes = false;  ///< of hp-train, whose tokens are bytes
@@ -45,6 +54,11 @@ Model model_of(const CkptCommand& command, const ckpt::Source& source) {
   const nlohmann::json extra = nlohmann::json::parse(source.info().extra);
   if (extra.is_object() && extra.contains("hf_config"))
     return {hf::parse_config(extra["hf_config"].dump(), concat(source.path().string(), " (extra)"))};
+  // Of hp-train: what it was saved with, which a later run under the same name may have replaced beside it.
+  if (extra.is_object() && extra.contains("config") && extra["config"].is_string()) {
+    const std::string name = concat(source.path().string(), " (extra)");
+    return {train::hf_config_of(train::parse_config(extra["config"].get<std::string>(), name).model), true};
+  }
   const fs::path here = fs::absolute(source.folder()).lexically_normal();
   const fs::path folder = here.has_filename() ? here : here.parent_path();
   for (const fs::path& file :
@@ -158,6 +172,7 @@ int convert(const CkptCommand& command) {
   check_value(hf || (command.config.empty() && command.tokenizer.empty()), "hp-ckpt",
               "--config and --tokenizer are for --to hf, got --to ", command.to);
   check_value(!hf || command.ranks == 1, "hp-ckpt", "--ranks is for --to checkpoint and dcp, got --to hf");
+  check_whole(command);
   {
     Bar bar("convert", command.quiet);
     const ckpt::OnProgress progress = [&](std::uint64_t some, std::uint64_t all) { bar.show(some, all); };
@@ -172,6 +187,7 @@ int reshard(const CkptCommand& command) {
   const ckpt::Source source(command.source);
   check_value(source.kind() == ckpt::SourceKind::kCheckpoint, "hp-ckpt", command.source.string(), " is ",
               to_string(source.kind()), ", want a checkpoint; convert makes one");
+  check_whole(command);
   {
     Bar bar("reshard", command.quiet);
     ckpt::RewriteOptions options = rewriting(command, [&](std::uint64_t some, std::uint64_t all) { bar.show(some, all); });

@@ -134,6 +134,7 @@ int inspect(const CkptCommand& command) {
 }
 
 int verify(const CkptCommand& command) {
+  check_value(std::filesystem::exists(command.source), "hp-ckpt", command.source.string(), " does not exist");
   std::vector<std::string> problems;
   {
     Bar bar("verify", command.quiet);

@@ -8,6 +8,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
 #include <hyper_parallel/hf/model.h>
 #include <hyper_parallel/hf/tokenizer.h>
@@ -90,6 +91,28 @@ TEST_F(HpCkpt, VerifyFindsDamage) {
   const Outcome damaged = run_ckpt({"verify", path("step")});
   EXPECT_EQ(damaged.code, 1);
   EXPECT_THAT(damaged.output, AllOf(HasSubstr("has checksum"), HasSubstr("DAMAGED")));
+  // Nothing is written from it, with checksums that would agree.
+  expect_error(run_ckpt({"convert", path("step"), path("new")}), "has checksum");
+  expect_error(run_ckpt({"reshard", path("step"), path("new"), "--ranks", "2"}), "has checksum");
+  EXPECT_FALSE(fs::exists(path("new")));
+  expect_error(run_ckpt({"verify", path("nothing")}), "does not exist");
+}
+
+TEST_F(HpCkpt, WhatTheCheckpointSaysComesBeforeTheFileBesideIt) {
+  train::Config config;
+  config.model = kModel;
+  config.model.rope_theta = 500.0;
+  config.data.seq_len = 16;
+  fs::create_directories(path("run/checkpoints"));
+  fs::copy(path("config.toml"), path("run/config.toml"));
+  run_ranks(2, [&] {
+    train::Llama model(config.model, 3);
+    ckpt::StateDict state;
+    state.add_model(train::fully_shard_llama(model, on_mesh({2}, ShardLayout::kRagged)));
+    ckpt::save(path("run/checkpoints/step-1"), state, {.extra = nlohmann::json({{"config", train::to_toml(config)}}).dump()});
+  });
+  ASSERT_EQ(run_ckpt({"convert", path("run/checkpoints/step-1"), path("hf"), "--to", "hf"}).code, 0);
+  EXPECT_EQ(hf::read_config(path("hf")).rope_theta, 500.0);
 }
 
 TEST_F(HpCkpt, ThereAndBackAgain) {
