@@ -40,7 +40,8 @@ train "$ranks" "$@" || die "training failed, see the message above"
 [ -s "$run/result.txt" ] || die "training left no $run/result.txt"
 
 # The same run on another number of ranks: a few steps more, into a folder of their own.
-last=$(find "$run/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1)
+last_checkpoint() { find "$run/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1; }
+last=$(last_checkpoint)
 [ -n "$last" ] || die "training left no checkpoint in $run/checkpoints, want --checkpoint.every above 0"
 last=$((10#${last##*/step-}))
 printf '\n'
@@ -71,9 +72,7 @@ What to try next
 MESSAGE
 
 # The last checkpoint as a folder that other tools open.
-saved=$(ls -d "$run"/checkpoints/step-* 2>/dev/null | tail -n 1) || true
-if [ -n "$saved" ]; then
-  "${BUILD:-build}/bin/hp-ckpt" convert "$saved" "$run/hf" --to hf --config "$run/config.toml" --overwrite || die "exporting $saved failed"
-  say "transformers.AutoModelForCausalLM.from_pretrained(\"$run/hf\") opens the model, AutoTokenizer its tokenizer of bytes"
-fi
+saved=$(last_checkpoint)
+"${BUILD:-build}/bin/hp-ckpt" convert "$saved" "$run/hf" --to hf --config "$run/config.toml" --overwrite || die "exporting $saved failed"
+say "transformers.AutoModelForCausalLM.from_pretrained(\"$run/hf\") opens the model, AutoTokenizer its tokenizer of bytes"
 printf 'DEMO %s\n' "$(cat "$run/result.txt")"

@@ -32,17 +32,6 @@ ShardingPlan net_plan() {
   return plan;
 }
 
-TpNet make_tp_net() {
-  TpNet net(std::vector<int64_t>{8, 7});
-  seed_parameters(*net, 3);
-  return net;
-}
-
-torch::Tensor loss_of(TpNet net, int part) {
-  const Batch batch = make_batch(2, 70 + static_cast<uint64_t>(part));
-  return torch::nn::functional::cross_entropy(net(batch.tokens).flatten(0, 1), batch.targets.flatten());
-}
-
 TEST(ApplyPlan, CutsParametersInPlace) {
   run_ranks(2, [](int rank) {
     const DeviceMesh mesh = init_device_mesh("cpu", {1, 2}, {"dp_shard", "tp"});

@@ -276,17 +276,6 @@ ShardingPlan tp_plan() {
   return plan;
 }
 
-TpNet make_tp_net() {
-  TpNet net(std::vector<int64_t>{8, 7});
-  seed_parameters(*net, 3);
-  return net;
-}
-
-torch::Tensor loss_of(TpNet net, int part) {
-  const Batch batch = make_batch(2, 70 + static_cast<uint64_t>(part));
-  return torch::nn::functional::cross_entropy(net(batch.tokens).flatten(0, 1), batch.targets.flatten());
-}
-
 /// The tied head is replicated, the table is cut: both are. Blocks are no children of a container.
 TEST(Plans, BothConventionsEqualThePlainModel) {
   for (const auto gradients : {BoundaryGradients::kOneLoss, BoundaryGradients::kSumOfLosses}) {

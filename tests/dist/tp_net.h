@@ -207,4 +207,15 @@ inline HSDPModule shard_tp_net(TpNet net, FullyShardOptions options, const Sourc
   return fully_shard(net, options);
 }
 
+inline TpNet make_tp_net() {
+  TpNet net(std::vector<int64_t>{8, 7});
+  seed_parameters(*net, 3);
+  return net;
+}
+
+inline torch::Tensor loss_of(TpNet net, int part) {
+  const Batch batch = make_batch(2, 70 + static_cast<uint64_t>(part));
+  return torch::nn::functional::cross_entropy(net(batch.tokens).flatten(0, 1), batch.targets.flatten());
+}
+
 }  // namespace hyper_parallel::testing
