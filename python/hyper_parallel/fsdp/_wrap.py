@@ -2,149 +2,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .. import _C
+from ._adopt import Description, State, adopt, block_wrapper, local_of, make_parameter
 from ._collect import OP, Collector, Slot, outermost
 from ._comm import default_mesh, engine_mesh
 from ._module import FSDPModule, HSDPModule
 from ._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
-
-class _State:
-    """What a sharded module knows of its unit. Shared by the modules of a list."""
-
-    def __init__(self, unit: Any, mesh: DeviceMesh, slots: list[_Description]) -> None:
-        self.unit = unit
-        self.mesh = mesh
-        self.slots = slots
-
-    def after_conversion(self) -> None:
-        """Module._apply has converted, or replaced, the shards that are registered."""
-        began_on_meta = any(self.unit.sharded(i).is_meta for i in range(len(self.slots)))
-        entries = [places[0][0][places[0][1]] for places in (slot.places for slot in self.slots)]
-        if began_on_meta and not any(entry.is_meta for entry in entries):
-            # to_empty: there are no values to take over.
-            self.unit.to_empty()
-            for i, entry in enumerate(entries):
-                _register(self.unit, i, self.slots[i], entry)
-        self.unit.follow()
-
-    def before_state_dict(self, *_: Any) -> None:
-        if self.unit.shows_gathered():
-            self.unit.reshard()
-
-
-@dataclass
-class _Description:
-    """Of one slot, without the whole parameter."""
-
-    name: str
-    shape: torch.Size
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    places: list[tuple[dict[str, Any], str]]
-    ragged: bool
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
-
-
-def _dtensor_over(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Any:
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, _contiguous_stride(shape), local.dtype))
-    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[attr-defined]
-
-
-def _local_of(parameter: Any) -> torch.Tensor:
-    return parameter._local_tensor.detach()
-
-
-def _block_wrapper(cut: DTensorSpec) -> Callable[[torch.Tensor], Any]:
-    """What a module computes with: a parameter that is a DTensor as it was before."""
-
-    def wrap(local: torch.Tensor) -> Any:
-        whole = _dtensor_over(local, cut.mesh, cut.placements, cut.shape)
-        whole._is_param = True
-        return whole
-
-    return wrap
-
-
-def _make_parameter(slot: Slot, local: torch.Tensor) -> nn.Parameter:
-    assert slot.mesh is not None
-    whole = _dtensor_over(local, slot.mesh, slot.placements, slot.shape)
-    parameter: Any = nn.Parameter(whole, requires_grad=slot.requires_grad)
-    parameter._local_tensor = local  # the Parameter made an alias of it
-    parameter.__dict__.update({name: value for name, value in slot.parameter.__dict__.items() if name != "_is_param"})
-    return parameter
-
-
-def _register(unit: Any, i: int, slot: _Description, entry: Any) -> None:
-    """Makes `entry`, a DTensor, the parameter around the engine's shard."""
-    if not slot.ragged:
-        entry._local_tensor = unit.sharded(i)
-    unit.replace(i, entry)
-
-
-def _adopt(slots: list[_Description], unit: Any, i: int, entry: Any) -> None:
-    """Somebody has registered another tensor in place of a shard: a state dictionary with assign=True, a conversion."""
-    slot = slots[i]
-    where = f"(parameter {slot.name} of unit {unit.name()})"
-    if not isinstance(entry, torch.Tensor):
-        raise ValueError(f"[{OP}] a parameter was replaced by {type(entry).__name__}, want a tensor {where}")
-    sharded, old = unit.sharded(i), unit.parameter(i)
-    with torch.no_grad():
-        if isinstance(entry, DTensor):
-            if entry.shape != slot.shape:
-                raise ValueError(f"[{OP}] a parameter was replaced by one of shape {tuple(entry.shape)}, want {tuple(slot.shape)} {where}")
-            same = entry.device_mesh == slot.mesh and tuple(entry.placements) == slot.placements
-            values = entry._local_tensor if same else entry.redistribute(slot.mesh, slot.placements)._local_tensor
-        else:
-            same, values = False, entry.detach()
-        if values.is_meta:
-            raise ValueError(f"[{OP}] a parameter was moved to the meta device, want one with values {where}")
-        if sharded.is_meta:
-            unit.to_empty()
-            sharded.copy_(values if values.shape == sharded.shape else _own_part(slot, values))
-        else:
-            sharded.data = values.detach()  # the engine takes the values over, cuts whole ones, and follows another dtype
-    if slot.ragged:
-        unit.replace(i, old)
-        return
-    if same and isinstance(entry, nn.Parameter):
-        _register(unit, i, slot, entry)
-    else:
-        old.requires_grad_(entry.requires_grad)
-        unit.replace(i, old)
-
-
-def _own_part(slot: _Description, whole: torch.Tensor) -> torch.Tensor:
-    if whole.shape != slot.shape:
-        raise ValueError(f"[{OP}] parameter {slot.name} was replaced by a tensor of shape {tuple(whole.shape)}, want {tuple(slot.shape)}")
-    mesh = slot.mesh
-    coordinate: Any = mesh.get_coordinate()
-    if mesh.ndim > 2:
-        raise ValueError(f"[{OP}] parameter {slot.name} was replaced by a plain tensor, want a DTensor: two meshes cut it")
-    part = whole
-    for axis, placement in enumerate(slot.placements):
-        if isinstance(placement, Shard):
-            chunks = torch.chunk(part, mesh.size(axis), placement.dim)
-            mine = coordinate[axis]
-            part = chunks[mine] if mine < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return part
 
 
 def _check_mesh(mesh: Any) -> None:
@@ -275,7 +146,7 @@ def _shard(
     _describe(slots, mesh, shard_placement_fn, replicated, ragged)
     # What the engine shards: of a DTensor this rank's block.
     tensors: list[Any] = [
-        slot.parameter if slot.cut is None else nn.Parameter(_local_of(slot.parameter), requires_grad=slot.requires_grad)
+        slot.parameter if slot.cut is None else nn.Parameter(local_of(slot.parameter), requires_grad=slot.requires_grad)
         for slot in slots
     ]
 
@@ -294,36 +165,36 @@ def _shard(
         ragged=ragged,
     )
     described = [
-        _Description(slot.name, slot.shape, slot.mesh or mesh, slot.placements, slot.places, ragged and not slot.replicated)
+        Description(slot.name, slot.shape, slot.mesh or mesh, slot.placements, slot.places, ragged and not slot.replicated)
         for slot in slots
     ]
 
     def wrap(i: int, local: torch.Tensor) -> Any:
         if not described[i].ragged:
-            return _make_parameter(slots[i], local)
+            return make_parameter(slots[i], local)
         local.__class__ = nn.Parameter
         return None
 
-    def adopt(unit: Any, i: int, entry: Any) -> None:
-        _adopt(described, unit, i, entry)
+    def follow(unit: Any, i: int, entry: Any) -> None:
+        adopt(described, unit, i, entry)
 
     unit = _C.make_unit(
         type(roots[0]).__name__,
         [
-            (slot.name, tensor, slot.member, slot.dim, slot.places, _block_wrapper(slot.cut) if slot.cut is not None else None)
+            (slot.name, tensor, slot.member, slot.dim, slot.places, block_wrapper(slot.cut) if slot.cut is not None else None)
             for slot, tensor in zip(slots, tensors)
         ],
         options,
         list(collector.children.values()),
         len(roots),
         wrap,
-        adopt,
+        follow,
     )
-    _attach(_State(unit, mesh, described), roots, collector.modules, base, prefix)
+    _attach(State(unit, mesh, described), roots, collector.modules, base, prefix)
     return module
 
 
-def _attach(state: _State, roots: list[nn.Module], owners: list[nn.Module], base: type, prefix: str) -> None:
+def _attach(state: State, roots: list[nn.Module], owners: list[nn.Module], base: type, prefix: str) -> None:
     for member, root in enumerate(roots):
         root._hyper_parallel_state = state  # type: ignore[assignment]
         root._hyper_parallel_member = member  # type: ignore[assignment]
