@@ -1,7 +1,8 @@
 """fully_shard: maps torch.nn modules onto the engine's slots."""
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .. import _C
-from ._adopt import Description, State, adopt, block_wrapper, local_of, make_parameter
+from ._adopt import Description, Entries, State, block_wrapper, local_of, make_parameter, managing_state
 from ._collect import OP, Collector, Slot, outermost
 from ._comm import default_mesh, engine_mesh
-from ._module import FSDPModule, HSDPModule
+from ._copy import deepcopy_unit
+from ._module import FSDPModule, HSDPModule, check_bool
 from ._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -81,37 +83,70 @@ def _join_mesh(slot: Slot, parameter: DTensor, own: Placement, mesh: DeviceMesh,
 
 
 def _parameter_ids(name: str, parameters: Any) -> set[int]:
-    for parameter in parameters or ():
+    if parameters is None:
+        return set()
+    if not isinstance(parameters, Iterable) or isinstance(parameters, torch.Tensor):
+        raise TypeError(f"[{OP}] {name} is {type(parameters).__name__}, want a set of parameters")
+    ids = set()
+    for parameter in parameters:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"[{OP}] {name} has a {type(parameter).__name__}, want parameters")
-    return {id(parameter) for parameter in parameters or ()}
+        ids.add(id(parameter))
+    return ids
 
 
 def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    if not all(hasattr(mp_policy, name) for name in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")):
+        raise ValueError(f"[{OP}] mp_policy is {type(mp_policy).__name__}, want a MixedPrecisionPolicy")
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(mp_policy, name, "missing")
+        dtype = getattr(mp_policy, name)
         if not (dtype is None or isinstance(dtype, torch.dtype)):
             raise ValueError(f"[{OP}] mp_policy.{name} is {dtype!r}, want a torch.dtype or None")
-    if not any(cls.__name__ == "OffloadPolicy" for cls in type(offload_policy).__mro__):
+    check_bool(OP, "mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
+    if offload_policy is not None and not any(cls.__name__ == "OffloadPolicy" for cls in type(offload_policy).__mro__):
         raise ValueError(f"[{OP}] offload_policy is {type(offload_policy).__name__}, want an OffloadPolicy")
+    check_bool(OP, "offload_policy.pin_memory", getattr(offload_policy, "pin_memory", False))
 
 
-def _check_reshard(reshard_after_forward: Any) -> None:
+def _check_choices(reshard_after_forward: Any, shard_placement_fn: Any, comm_fusion: Any, bucket_size: Any) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ValueError(f"[{OP}] reshard_after_forward is {reshard_after_forward!r}, want a bool, an int or None")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise ValueError(f"[{OP}] shard_placement_fn is {type(shard_placement_fn).__name__}, want a function or None")
+    check_bool(OP, "comm_fusion", comm_fusion)
+    if isinstance(bucket_size, bool) or not isinstance(bucket_size, int):
+        raise ValueError(f"[{OP}] bucket_size is {bucket_size!r}, want a number of bytes, or -1")
+
+
+def _refuse_managed(collector: Collector) -> None:
+    for module in collector.modules:
+        for name in module._parameters:
+            state = managing_state(module, name)
+            if state is not None:
+                raise ValueError(f"[{OP}] parameter {name} of {type(module).__name__} belongs to unit {state.unit.name()} already, want "
+                                 "fully_shard on inner modules first and on the modules around them last")
 
 
 _classes: dict[tuple[type, type], type] = {}
 
 
-def _refuse_deepcopy(self: Any, memo: Any) -> Any:
-    raise RuntimeError(f"[deepcopy] {type(self).__name__} is sharded and cannot be copied: copy the model before fully_shard, "
-                       "or keep copies of its state_dict()")
+def _plain_class(cls: type) -> type:
+    """Of a sharded module's class that from which fully_shard has made it."""
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+
+
+def _deepcopy(self: Any, memo: Any) -> Any:
+    return deepcopy_unit(self, memo, _shard, _plain_class)
+
+
+def _refuse_pickle(self: Any, protocol: Any) -> Any:
+    raise RuntimeError(f"[pickle] {type(self).__name__} is sharded and cannot be pickled or copied by copy.copy, want its state_dict(), "
+                       "or copy.deepcopy")
 
 
 def _sharded_class(base: type, cls: type, prefix: str) -> type:
     if (base, cls) not in _classes:
-        body = {"__deepcopy__": _refuse_deepcopy, "__module__": cls.__module__, "__qualname__": f"{prefix}{cls.__qualname__}"}
+        body = {"__deepcopy__": _deepcopy, "__reduce_ex__": _refuse_pickle, "__module__": cls.__module__, "__qualname__": f"{prefix}{cls.__qualname__}"}
         _classes[base, cls] = type(f"{prefix}{cls.__name__}", (base, cls), body)
     return _classes[base, cls]
 
@@ -131,13 +166,15 @@ def _shard(
     bucket_size: int = -1,
     ragged: bool = False,
 ) -> Any:
+    given = dict(locals())
     roots, _ = outermost(module)
-    _check_reshard(reshard_after_forward)
+    _check_choices(reshard_after_forward, shard_placement_fn, comm_fusion, bucket_size)
     _check_policies(mp_policy, offload_policy)
     replicated = _parameter_ids("replicate_params", replicate_params)
     collector = Collector(_parameter_ids("ignored_params", ignored_params))
     for member, root in enumerate(roots):
         collector.collect(root, member)
+    _refuse_managed(collector)
     slots = collector.slots
     if mesh is None and any(isinstance(slot.parameter, DTensor) for slot in slots):
         raise ValueError(f"[{OP}] mesh is None, want the data-parallel part of the mesh: there are parameters that are DTensors")
@@ -175,9 +212,7 @@ def _shard(
         local.__class__ = nn.Parameter
         return None
 
-    def follow(unit: Any, i: int, entry: Any) -> None:
-        adopt(described, unit, i, entry)
-
+    entries = Entries(described)
     unit = _C.make_unit(
         type(roots[0]).__name__,
         [
@@ -188,9 +223,15 @@ def _shard(
         list(collector.children.values()),
         len(roots),
         wrap,
-        follow,
+        entries.adopt,
     )
-    _attach(State(unit, mesh, described), roots, collector.modules, base, prefix)
+    state = State(unit, mesh, entries)
+    # Without references to modules and parameters.
+    state.options = given | dict.fromkeys(("module", "mesh", "shard_placement_fn", "ignored_params", "replicate_params"))
+    state.cuts = [slot.cut for slot in slots]
+    state.dims = [slot.dim for slot in slots]
+    state.replicated = [slot.replicated for slot in slots]
+    _attach(state, roots, collector.modules, base, prefix)
     return module
 
 
@@ -198,14 +239,17 @@ def _attach(state: State, roots: list[nn.Module], owners: list[nn.Module], base:
     for member, root in enumerate(roots):
         root._hyper_parallel_state = state  # type: ignore[assignment]
         root._hyper_parallel_member = member  # type: ignore[assignment]
-        root.register_forward_pre_hook(state.unit.pre_hook(member), prepend=True, with_kwargs=True)
-        root.register_forward_hook(state.unit.post_hook(member), always_call=True)
+        before = root.register_forward_pre_hook(state.unit.pre_hook(member), prepend=True, with_kwargs=True)
+        after = root.register_forward_hook(state.unit.post_hook(member), always_call=True)
+        state.roots.append(weakref.ref(root))
+        state.hooks.append({before.id, after.id})
         root.__class__ = _sharded_class(base, type(root), prefix)
     for owner in owners:
         owner.register_state_dict_pre_hook(state.before_state_dict)
         owner.register_load_state_dict_pre_hook(state.before_state_dict)
+        owner.register_load_state_dict_post_hook(state.after_load)
     # The gradient of a look-up does not read the table; what a subclass does is unknown.
-    if len(roots) == 1 and type(roots[0]).__mro__[type(roots[0]).__mro__.index(FSDPModule) + 1] is nn.Embedding:
+    if len(roots) == 1 and _plain_class(type(roots[0])) is nn.Embedding:
         state.unit.set_unshard_in_backward(False)
 
 
@@ -277,6 +321,8 @@ def hyper_fully_shard(
     """
     if source_shard_infos is not None:
         raise ValueError(f"[{OP}] source_shard_infos is given, want None: it is not supported from Python yet")
+    if comm_fusion_zero_copy is not None:
+        check_bool(OP, "comm_fusion_zero_copy", comm_fusion_zero_copy)
     if comm_fusion_zero_copy and not comm_fusion:
         raise ValueError(f"[{OP}] comm_fusion_zero_copy is True without comm_fusion, want comm_fusion too")
     if shard_layout not in ("per_parameter", "ragged"):
