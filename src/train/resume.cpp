@@ -291,12 +291,4 @@ std::string RunCheckpoints::describe() const {
   return concat("every ", c.every, " step(s) to ", folder_.string(), kept, c.async ? ", written in the background" : "");
 }
 
-std::int64_t RunCheckpoints::staging_bytes(const HSDPModule& root, const Updater& updater) const {
-  if (config_.checkpoint.every == 0 || !config_.checkpoint.async) return 0;
-  // The optimizer has no state before its first step.
-  ckpt::StateDict model;
-  model.add_model(root);
-  return ckpt::bytes_to_write(model, world_.comm()) + updater.state_bytes() / config_.parallel.dp_replicate;
-}
-
 }  // namespace hyper_parallel::train

@@ -61,8 +61,6 @@ class RunCheckpoints {
   /// "every 100 steps to runs/demo/checkpoints, the last 2 are kept, written in the background"; empty if only SIGTERM saves.
   /// Local.
   [[nodiscard]] std::string describe() const;
-  /// Bytes of this rank's buffer for saves in the background, about; 0 without.
-  [[nodiscard]] std::int64_t staging_bytes(const HSDPModule& root, const Updater& updater) const;
   /// "step 100 of runs/demo/checkpoints, saved by 2 rank(s)", of what was restored.
   [[nodiscard]] const std::string& restored() const { return restored_; }
   /// What a user should know about it, line by line: "changed: optim.lr 0.01 -> 0.02". Those of rank 0 count.

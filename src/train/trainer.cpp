@@ -10,7 +10,6 @@
 
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/core/trace.h>
-#include <hyper_parallel/fsdp/zero.h>
 #include <hyper_parallel/mesh/device_mesh.h>
 #include <hyper_parallel/train/agree.h>
 #include <hyper_parallel/train/generate.h>
@@ -20,8 +19,8 @@
 #include <hyper_parallel/train/shard_llama.h>
 #include <hyper_parallel/train/tokenizer.h>
 
+#include "train/assemble.h"
 #include "train/batches.h"
-#include "train/dtypes.h"
 #include "train/meshes.h"
 #include "train/resume.h"
 #include "train/stop_signal.h"
@@ -35,27 +34,6 @@ namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
-
-FullyShardOptions shard_options(const Config& config, const DeviceMesh& mesh) {
-  FullyShardOptions options;
-  options.mesh = mesh;
-  const ParallelConfig& p = config.parallel;
-  constexpr double kMega = 1e6;
-  options.reshard_after_forward = p.reshard_after_forward;
-  if (p.reshard_ranks > 0) options.reshard_after_forward = static_cast<int>(p.reshard_ranks);
-  if (p.memory_budget_mb > 0) options.reshard_after_forward = MemoryBudget{static_cast<std::int64_t>(p.memory_budget_mb * kMega)};
-  if (p.offload) options.offload_policy = CPUOffloadPolicy{};
-  if (p.bucket_mb > 0) options.bucket_size = static_cast<std::int64_t>(p.bucket_mb * kMega);
-  options.threshold = p.replicate_below;
-  options.comm_fusion = p.comm_fusion;
-  if (p.replica_init == "check") options.replica_init = ReplicaInit::kCheck;
-  if (p.replica_init == "broadcast") options.replica_init = ReplicaInit::kBroadcast;
-  options.mp_policy = {.param_dtype = dtype_of(config.precision.param_dtype),
-                       .reduce_dtype = dtype_of(config.precision.reduce_dtype),
-                       .apply_grad_on_fp32_main_grad = config.precision.main_grad};
-  options.shard_layout = config.parallel.layout == "ragged" ? ShardLayout::kRagged : ShardLayout::kPerParameter;
-  return options;
-}
 
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
@@ -175,7 +153,6 @@ class Trainer {
   std::string sample();
 
   Batch next_batch();
-  void begin_micro_batch(bool last);
   StepLoss forward_backward();
   Shared share(const StepLoss& loss);
   double validate(std::int64_t step);
@@ -249,27 +226,20 @@ void Trainer::announce() {
                                                         : "no validation (data.validation_fraction = 0)"));
   progress_.print(concat("Batch      ", config_.train.batch_size, " sequences of ", config_.data.seq_len, " tokens = ",
                          plan_.data_ranks(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
-  begin_micro_batch(true);
-  const std::string kind = plan_.accumulation > 1 ? accumulation_of(config_.parallel) : "each";
-  const fsdp::MemoryUse engine = root_.plan_memory({.local = kind == "local", .partial = kind == "partial"});
+  const EngineBytes engine = plan_engine(config_, plan_, root_, *updater_);
   if (options_.resume)
     progress_.print(concat(
         "Resume     ", checkpoints_->restored().empty() ? "no checkpoint yet, from the beginning" : checkpoints_->restored()));
   for (const std::string& line : checkpoints_->notes()) progress_.print(concat("           ", line));
   if (const std::string text = checkpoints_->describe(); !text.empty()) progress_.print(concat("Checkpoint ", text));
-  progress_.print(concat("Transport  ", transports(root_, engine.copies > 0)));
-  progress_.print(memory_table(config_, plan_,
-                               {engine.shards, engine.gradients, engine.pool + engine.copies, updater_->state_bytes(),
-                                checkpoints_->staging_bytes(root_, *updater_)}));
+  progress_.print(concat("Transport  ", transports(root_, engine.mapped > 0)));
+  progress_.print(memory_table(config_, plan_, engine));
 }
 
 void Trainer::build() {
-  {
-    const MetaInit no_memory;
-    model_ = Llama(config_.model, std::uint64_t{0}, meshes_.model);
-  }
-  model_->checkpoint_every = checkpoint_every(config_.train.activation_checkpoint);
-  root_ = fully_shard_llama(model_, shard_options(config_, meshes_.dense), meshes_.experts);
+  ShardedLlama sharded = assemble(config_, meshes_);
+  model_ = std::move(sharded.model);
+  root_ = std::move(sharded.root);
   init_llama(model_, root_, static_cast<std::uint64_t>(config_.train.seed));
   updater_.emplace(config_, root_);
 }
@@ -279,21 +249,10 @@ Batch Trainer::next_batch() {
   return batches_->next();
 }
 
-void Trainer::begin_micro_batch(bool last) {
-  if (config_.parallel.late_waits) root_.set_is_last_backward(last);
-  if (const std::int64_t level = config_.parallel.zero_level; level > 0) {
-    set_zero_level(root_, static_cast<ZeroLevel>(level), last);
-    return;
-  }
-  const std::string& kind = config_.parallel.accumulation;
-  root_.set_requires_gradient_sync(kind != "local" || last);
-  root_.set_requires_all_reduce(kind != "partial" || last);
-}
-
 StepLoss Trainer::forward_backward() {
   StepLoss sum;
   for (std::int64_t micro = 0; micro < plan_.accumulation; ++micro) {
-    begin_micro_batch(micro + 1 == plan_.accumulation);
+    begin_micro_batch(config_, root_, micro + 1 == plan_.accumulation);
     const Batch batch = next_batch();
     const torch::Tensor loss = model_->loss(model_(batch.inputs), batch.targets) / static_cast<double>(plan_.accumulation);
     sum.tokens += loss.item<double>();

@@ -18,14 +18,15 @@ struct UnitSize {
 [[nodiscard]] std::vector<UnitSize> llama_units(const ModelConfig& model);
 [[nodiscard]] std::int64_t parameter_count(const ModelConfig& model);
 
-/// What engine, optimizer and checkpoints say that they will hold: fsdp::UnitHandle::plan_memory,
-/// optim::FlatOptimizer::state_bytes and ckpt::bytes_to_write, without their headers.
+/// What engine and optimizer say that they will hold: fsdp::UnitHandle::plan_memory and optim::FlatOptimizer::state_bytes, without
+/// their headers.
 struct EngineBytes {
   std::int64_t shards = 0;
   std::int64_t gradients = 0;
   std::int64_t pool = 0;
   std::int64_t optimizer_state = 0;  ///< with the averages of optim.ema_decay
-  std::int64_t staging = 0;          ///< buffer of saves in the background
+  std::int64_t staging = 0;          ///< buffer of saves in the background, about
+  std::int64_t mapped = 0;           ///< shards of other ranks of the host that are seen in place: no memory of this rank
 };
 
 /// Bytes of one rank. Exact but for the activations.
