@@ -35,7 +35,10 @@ namespace hyper_parallel::fsdp {
   auto* owner = new c10::Storage(flat.storage());
   at::DataPtr owned(
       data, owner, [](void* storage) { delete static_cast<c10::Storage*>(storage); }, flat.device());
-  return flat_over(std::move(owned), numel, flat.options()).view(shape);
+  at::Tensor part = flat_over(std::move(owned), numel, flat.options());
+  // No view: it would refer to another tensor of the storage, whose references tell whether anybody has kept it.
+  part.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  return part;
 }
 
 }  // namespace hyper_parallel::fsdp
