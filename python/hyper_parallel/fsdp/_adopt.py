@@ -18,10 +18,11 @@ from ._collect import OP, Slot
 class State:
     """What a sharded module knows of its unit. Shared by the modules of a list."""
 
-    def __init__(self, unit: Any, mesh: DeviceMesh, slots: list[Description]) -> None:
+    def __init__(self, unit: Any, mesh: DeviceMesh, slots: list[Description], replicates: bool) -> None:
         self.unit = unit
         self.mesh = mesh
         self.slots = slots
+        self.replicates = replicates
 
     def after_conversion(self) -> None:
         """Module._apply has converted, or replaced, the shards that are registered."""
@@ -41,7 +42,8 @@ class State:
 
 @dataclass
 class Description:
-    """Of one slot, without the whole parameter."""
+    """Of one slot, without the whole parameter. ragged: the program sees the shard itself, a plain tensor; cut: an axis that the
+    engine does not know has cut the parameter."""
 
     name: str
     shape: torch.Size
@@ -49,6 +51,7 @@ class Description:
     placements: tuple[Placement, ...]
     places: list[tuple[dict[str, Any], str]]
     ragged: bool
+    cut: bool = False
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ class FSDPModule:
         changes."""
         _check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         for state in _states(cast(nn.Module, self), recurse):
-            if state.mesh.ndim == 2:
+            if state.replicates:
                 state.unit.set_requires_all_reduce(requires_all_reduce, False)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -199,32 +199,6 @@ class FSDPModule:
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         self._hyper_parallel_state.after_conversion()
         return result
-
-
-class HSDPModule(FSDPModule):
-    """HyperParallel's additions."""
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: gradients are reduced over the shard group only, and kept, until a backward runs with True; without replicas, too."""
-        _check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
-        self._unit.set_requires_all_reduce(requires_all_reduce, recurse)
-
-    def set_reduce_op_type(self, op: str, recurse: bool = True) -> None:
-        """"avg" or "sum": how gradients of different ranks are combined. Raises ValueError otherwise."""
-        if not isinstance(op, str):
-            raise ValueError(f"[set_reduce_op_type] op is {op!r}, want \"avg\" or \"sum\"")
-        self._unit.set_reduce_op_type(op, recurse)
-
-    def set_gradient_scaling_factor(self, factor: float | torch.Tensor | None = None) -> None:
-        """Every reduction of this unit is multiplied by it; None: not any more. Raises ValueError: bool, not one element, not finite."""
-        if isinstance(factor, bool) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
-            raise ValueError(f"[set_gradient_scaling_factor] factor is {factor!r}, want a number, a tensor of one element, or None")
-        self._unit.set_gradient_scaling_factor(None if factor is None else float(factor))
-
-    def reset_iter_state(self, recursive: bool = True) -> None:
-        """See FSDPModule; with ``recursive=False`` this unit only."""
-        _check_bool("reset_iter_state", "recursive", recursive)
-        self._unit.reset_iter_state(recursive)
 
 
 def _states(module: nn.Module, recurse: bool) -> Iterable[Any]:
