@@ -16,7 +16,7 @@ from torch import nn
 
 from . import _C
 from ._tools import unit_of
-from .fsdp._module import _states
+from .fsdp._module import _states, check_bool, number
 
 Predicate = Callable[[str, list[int]], bool]
 Groups = Sequence[Mapping[str, Any]]
@@ -43,6 +43,7 @@ class FlatOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients and main gradients of all parameters of the tree."""
+        check_bool("zero_grad", "set_to_none", set_to_none)
         self._optimizer.zero_grad(set_to_none)
 
     @property
@@ -53,7 +54,7 @@ class FlatOptimizer:
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self._optimizer.set_lr(value)
+        self._optimizer.set_lr(number(type(self).__name__, "lr", value))
 
     @property
     def lrs(self) -> list[float]:
@@ -62,7 +63,7 @@ class FlatOptimizer:
 
     @lrs.setter
     def lrs(self, values: Sequence[float]) -> None:
-        self._optimizer.set_lrs(list(values))
+        self._optimizer.set_lrs([number(type(self).__name__, "lrs", value) for value in values])
 
     def state_bytes(self) -> int:
         """Of the state, once every parameter has had a gradient. Local."""
@@ -74,6 +75,9 @@ class FlatOptimizer:
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Takes over what state_dict gave for the same parameters cut the same way. Raises ValueError, and changes nothing then."""
+        if not isinstance(state, dict) or not all(isinstance(values, dict) and "step" in values for values in state.values()):
+            raise ValueError(f"[{type(self).__name__}] state is not what state_dict gives, want a dictionary with step and tensors for "
+                             "each name")
         entries = [
             (name, int(values["step"]), {key: value for key, value in values.items() if key != "step"})
             for name, values in state.items()
@@ -89,6 +93,25 @@ def _adamw_options(op: str, given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"[{op}] adamw has the keys {unknown}, want some of {sorted(options)}")
     options.update(given)
     options["groups"] = _groups(op, options["groups"])  # type: ignore[arg-type]
+    return _checked(op, options)
+
+
+def _checked(op: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The engine would raise TypeError for these."""
+    for name in ("maximize", "master_weights", "nesterov"):
+        check_bool(op, name, options.get(name, False))
+    for name in ("lr", "eps", "weight_decay", "momentum", "dampening"):
+        if name in options:
+            options[name] = number(op, name, options[name])
+    for name, count in (("betas", 2), ("ns_coefficients", 3)):
+        if name in options:
+            given = options[name]
+            if not isinstance(given, (tuple, list)) or len(given) != count:
+                raise ValueError(f"[{op}] {name} is {given!r}, want {count} numbers")
+            options[name] = tuple(number(op, f"{name}[{i}]", value) for i, value in enumerate(given))
+    for name in ("decays", "parameters", "matrices"):
+        if options.get(name) is not None and not callable(options[name]):
+            raise ValueError(f"[{op}] {name} is {type(options[name]).__name__}, want a function of name and shape, or None")
     return options
 
 
@@ -156,11 +179,11 @@ class SGD(FlatOptimizer):
         parameters: Predicate | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        self._optimizer = _C.SGD(unit_of("SGD", module), {
+        self._optimizer = _C.SGD(unit_of("SGD", module), _checked("SGD", {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
             "maximize": maximize, "master_weights": master_weights, "groups": _groups("SGD", groups), "decays": decays,
             "parameters": parameters, "state_dtype": state_dtype,
-        })
+        }))
 
 
 class Muon(FlatOptimizer):
@@ -204,13 +227,13 @@ class Muon(FlatOptimizer):
     ) -> None:
         if adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(f"[Muon] adjust_lr_fn is {adjust_lr_fn!r}, want \"original\" or \"match_rms_adamw\"")
-        self._optimizer = _C.Muon(unit_of("Muon", module), {
+        self._optimizer = _C.Muon(unit_of("Muon", module), _checked("Muon", {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-            "ns_coefficients": list(ns_coefficients), "eps": eps, "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
             "match_rms_adamw": adjust_lr_fn == "match_rms_adamw", "matrices": matrices, "not_matrices": list(not_matrices),
             "groups": _groups("Muon", groups), "ns_dtype": ns_dtype, "state_dtype": state_dtype, "master_weights": master_weights,
             "adamw": _adamw_options("Muon", dict(adamw or {})),
-        })
+        }))
 
 
 class Ema:
@@ -343,6 +366,8 @@ def clip_grad_norm_(
         plain_parameters: parameters outside of the units (``ignored_params``), equal on all ranks: counted once and scaled alike.
     """
     unit = _clipped("clip_grad_norm_", module)
+    max_norm, norm_type = number("clip_grad_norm_", "max_norm", max_norm), number("clip_grad_norm_", "norm_type", norm_type)
+    check_bool("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
     return torch.tensor(_C.clip_grad_norm_(unit, max_norm, norm_type, error_if_nonfinite, list(plain_parameters)))
 
 
@@ -351,6 +376,8 @@ def get_total_norm(
 ) -> torch.Tensor:
     """The norm that clip_grad_norm_ returns. Collective. Raises as that does."""
     unit = _clipped("get_total_norm", module)
+    norm_type = number("get_total_norm", "norm_type", norm_type)
+    check_bool("get_total_norm", "error_if_nonfinite", error_if_nonfinite)
     return torch.tensor(_C.get_total_norm(unit, norm_type, error_if_nonfinite, list(plain_parameters)))
 
 
@@ -358,9 +385,12 @@ def clip_grads_with_norm_(
     module: nn.Module, max_norm: float, total_norm: float | torch.Tensor, *, plain_parameters: Iterable[torch.Tensor] = ()
 ) -> None:
     """The scaling of clip_grad_norm_ for a norm that is known. Local. Raises ValueError: no sharded module, max_norm negative or NaN."""
-    _C.clip_grads_with_norm_(unit_of("clip_grads_with_norm_", module), max_norm, float(total_norm), list(plain_parameters))
+    op = "clip_grads_with_norm_"
+    norms = number(op, "max_norm", max_norm), number(op, "total_norm", total_norm)
+    _C.clip_grads_with_norm_(unit_of(op, module), *norms, list(plain_parameters))
 
 
 def clip_grad_value_(module: nn.Module, clip_value: float, *, plain_parameters: Iterable[torch.Tensor] = ()) -> None:
     """Limits every element of every gradient to [-clip_value, clip_value]. Local. Raises ValueError: no sharded module, negative or NaN."""
-    _C.clip_grad_value_(unit_of("clip_grad_value_", module), clip_value, list(plain_parameters))
+    value = number("clip_grad_value_", "clip_value", clip_value)
+    _C.clip_grad_value_(unit_of("clip_grad_value_", module), value, list(plain_parameters))

@@ -146,6 +146,7 @@ UnshardScope::UnshardScope(const UnitHandle& root) : root_(root) {
       unit->start_hold("UnshardScope");
     }
     for (Unit* unit : units) unit->finish_unshard();
+    for (Unit* unit : units) unit->show(true);
     for (Unit* unit : units) ++unit->scopes;
   } catch (...) {
     for (Unit* unit : taken) {

@@ -40,9 +40,13 @@ def becomes_dtensors(rank, world):
         mine = mine[rank] if rank < len(mine) else want[name][:0]
         torch.testing.assert_close(parameter.to_local().detach(), mine, rtol=0, atol=0)
         torch.testing.assert_close(parameter.full_tensor().detach(), want[name], rtol=0, atol=0)
-    # The shards of a unit are one flat buffer, and DTensors have no copies of it.
+    # The shards of a unit are one flat buffer, and DTensors have no copies of it. Each has a storage that ends where it ends.
     block = model.blocks[0]
-    assert len({parameter._local_tensor.untyped_storage().data_ptr() for parameter in block.parameters()}) == 1
+    shards = [parameter._local_tensor for parameter in block.parameters()]
+    assert all(shard.storage_offset() == 0 and shard.untyped_storage().nbytes() == shard.nbytes for shard in shards)
+    spans = sorted((shard.data_ptr(), shard.data_ptr() + shard.nbytes) for shard in shards if shard.numel() > 0)
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+    assert spans[-1][1] - spans[0][0] <= block._hyper_parallel_state.unit.memory()["shards"]
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -312,6 +316,9 @@ def custom_communication(rank, world):
     model.set_custom_reduce_scatter(scatter)
     model.set_gradient_divide_factor(1.0)
     model.set_post_optim_event(lambda: waited.append(1))
+    with refused(ValueError, "enable is True after set_custom_all_gather, want one of the two"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    model.set_allocate_memory_from_process_group_for_comm(False)
     x = torch.ones(2, DIM)
     model(x).sum().backward()
     plain(x).sum().backward()

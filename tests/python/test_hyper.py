@@ -97,7 +97,9 @@ def main_gradients_of_the_user(rank, world):
         other.grad.mul_(0.5)
     backward()
     check()
-    kept = [whole(parameter.main_grad) for parameter in model.parameters()]
+    twin = copy.deepcopy(model)
+    assert all(parameter.main_grad is None for parameter in twin.parameters())
+    check()
     for parameter, other in zip(model.parameters(), plain.parameters()):
         parameter.main_grad = None
         other.grad = None
@@ -111,7 +113,8 @@ def main_gradients_of_the_user(rank, world):
     model.zero_grad(set_to_none=False)
     plain.zero_grad(set_to_none=False)
     check()
-    assert len(kept) == len(list(model.parameters()))
+    twin(x).sum().backward()
+    assert all(parameter.grad is None and parameter.main_grad is not None for parameter in twin.parameters())
     model.to(torch.float64)
     plain.to(torch.float64)
     model.zero_grad()

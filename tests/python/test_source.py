@@ -345,6 +345,34 @@ def test_ragged_layout():
     run_ranks(4, ragged)
 
 
+def copied(rank, world, rows):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = nn.Linear(DIM, rows)
+    model = nn.Linear(DIM, 1)
+    block = lambda whole: nn.Parameter(whole.detach().chunk(2)[rank % 2].clone())  # noqa: E731
+    model.weight, model.bias = block(plain.weight), block(plain.bias)
+    infos = {p: hp.SourceShardMetaInfo(mesh["tp"], (Shard(0),), shape=whole.shape)
+             for p, whole in [(model.weight, plain.weight), (model.bias, plain.bias)]}
+    hp.fully_shard(model, mesh=mesh["dp"], source_shard_infos=infos, threshold=40)
+    twin = copy.deepcopy(model)
+    x = torch.ones(2, DIM)
+    torch.testing.assert_close(twin(x), model(x))
+    for own, other in zip(model.parameters(), twin.parameters()):
+        assert type(own) is type(other) and own is not other and own.shape == other.shape
+        if isinstance(own, DTensor):
+            assert own.placements == other.placements and own.device_mesh == other.device_mesh
+            torch.testing.assert_close(own.full_tensor(), other.full_tensor())
+    twin(x).sum().backward()
+    hp.optim.SGD(twin, lr=1.0).step()
+    with torch.no_grad():
+        assert not torch.equal(twin(x), model(x))
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_copies(rows):
+    run_ranks(4, copied, rows)
+
+
 def refused(*parts):
     return pytest.raises(ValueError, match="(?s)" + ".*".join(parts))
 

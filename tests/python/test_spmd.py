@@ -1,9 +1,11 @@
 """dp_mesh_dims and replicate: the same losses, gradients, weights and layouts as FSDP2's, and what they refuse."""
+import copy
+
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import hyper_parallel as hp
 import hyper_parallel.fsdp as ours
@@ -99,6 +101,23 @@ def refusals(rank, world):
 
 def test_refusals():
     run_ranks(4, refusals)
+
+
+def copied(rank, world, dims):
+    mesh = spmd_scripts.mesh_of((2, 2), ("dp", "tp"))
+    model = nn.Linear(4, 8, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Shard(0)]))
+    ours.fully_shard(model, mesh=mesh, dp_mesh_dims=ours.DataParallelMeshDims(**dims))
+    twin = copy.deepcopy(model)
+    assert twin.weight.device_mesh == mesh and twin.weight.placements == model.weight.placements
+    torch.testing.assert_close(twin.weight.full_tensor(), model.weight.full_tensor())
+    x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0), Replicate()])
+    torch.testing.assert_close(twin(x).full_tensor(), model(x).full_tensor())
+
+
+@pytest.mark.parametrize("dims", [{"shard": "dp"}, {"replicate": "dp"}], ids=["shard", "replicate"])
+def test_copies(dims):
+    run_ranks(4, copied, dims)
 
 
 def replicate_by_default(rank, world):

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ._module import FSDPModule, _check_bool, _starter, _states
+from ._module import FSDPModule, _states, check_bool, number
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class HSDPModule(FSDPModule):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: gradients are reduced over the shard group only, and kept, until a backward runs with True; without replicas, too."""
-        _check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
-        self._unit.set_requires_all_reduce(requires_all_reduce, recurse)
+        check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        self._set("set_requires_all_reduce", requires_all_reduce, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """See FSDPModule. Raises ValueError: no bool."""
@@ -50,40 +50,47 @@ class HSDPModule(FSDPModule):
         """"avg" or "sum": how gradients of different ranks are combined. Raises ValueError otherwise."""
         if not isinstance(op, str):
             raise ValueError(f"[set_reduce_op_type] op is {op!r}, want \"avg\" or \"sum\"")
-        self._unit.set_reduce_op_type(op, recurse)
+        self._set("set_reduce_op_type", op, recurse)
 
     def set_gradient_scaling_factor(self, factor: float | torch.Tensor | None = None) -> None:
         """Every reduction of this unit is multiplied by it; None: not any more. Raises ValueError: bool, not one element, not finite."""
-        if isinstance(factor, bool) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
-            raise ValueError(f"[set_gradient_scaling_factor] factor is {factor!r}, want a number, a tensor of one element, or None")
-        self._unit.set_gradient_scaling_factor(None if factor is None else float(factor))
+        value = None if factor is None else number("set_gradient_scaling_factor", "factor", factor)
+        self._set_own("set_gradient_scaling_factor", value)
 
     def set_gradient_divide_factor(self, factor: float | None, recurse: bool = False) -> None:
         """Gradients are divided by it instead of by the number of ranks; None: not any more. Raises ValueError: zero or not finite."""
-        self._unit.set_gradient_divide_factor(None if factor is None else float(factor), recurse)
+        value = None if factor is None else number("set_gradient_divide_factor", "factor", factor)
+        self._set("set_gradient_divide_factor", value, recurse)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None, recurse: bool = False) -> None:
         """See FSDPModule; None takes the hook away. Raises ValueError: a stream."""
-        if stream is not None:
-            raise ValueError("[set_all_reduce_hook] stream is given, want None: there are none on a CPU mesh")
-        self._unit.set_all_reduce_hook(hook, recurse)
+        super().set_all_reduce_hook(hook, stream=stream)  # type: ignore[arg-type]
+        self._set("set_all_reduce_hook", hook, recurse)
 
     def set_custom_all_gather(self, comm: Callable[..., Any] | None) -> None:
         """See FSDPModule; None restores the engine's. Raises ValueError: gradients are in flight."""
-        self._unit.set_custom_all_gather(None if comm is None else _starter(self._hyper_parallel_state, comm))
+        if comm is not None:
+            return super().set_custom_all_gather(comm)
+        self._restore("set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Callable[..., Any] | None) -> None:
         """See FSDPModule; None restores the engine's. Raises ValueError: gradients are in flight."""
-        start = None if comm is None else _starter(self._hyper_parallel_state, comm, torch.distributed.ReduceOp.SUM)
-        self._unit.set_custom_reduce_scatter(start)
+        if comm is not None:
+            return super().set_custom_reduce_scatter(comm)
+        self._restore("set_custom_reduce_scatter")
+
+    def _restore(self, name: str) -> None:
+        getattr(self._unit, name)(None)
+        self._hyper_parallel_state.switches.pop(name, None)
 
     def reset_iter_state(self, recursive: bool = True) -> None:
         """See FSDPModule; with ``recursive=False`` this unit only."""
-        _check_bool("reset_iter_state", "recursive", recursive)
+        check_bool("reset_iter_state", "recursive", recursive)
         self._unit.reset_iter_state(recursive)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and main gradients as well. Local."""
+        check_bool("zero_grad", "set_to_none", set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]
         self._unit.zero_grad(set_to_none)
 

@@ -135,6 +135,10 @@ class Sources:
         slot.mesh = self._joined
         slot.placements = (*slot.placements[:-1], own, *placements)
 
+    def of(self, slots: list[Slot]) -> list[SourceShardMetaInfo | None]:
+        """The layouts of these parameters."""
+        return [self._by_id.get(id(slot.parameter)) for slot in slots]
+
     def engine_meshes(self) -> tuple[Any, Any]:
         """The unit's mesh and the source axes, for the engine. Collective like engine_mesh."""
         joined = engine_mesh(self._joined)

@@ -1,8 +1,9 @@
 """fully_shard: maps torch.nn modules onto the engine's slots."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .. import _C
-from ._adopt import Description, State, adopt, block_wrapper, local_of, make_parameter
+from ._adopt import Description, Entries, State, block_wrapper, local_of, make_parameter, managing_state
 from ._collect import OP, Collector, Slot, outermost
 from ._comm import default_mesh, engine_mesh
+from ._copy import deepcopy_unit
 from ._hsdp import HSDPModule
-from ._module import FSDPModule
+from ._module import FSDPModule, check_bool
 from ._policy import HyperMixedPrecisionPolicy, MemoryBudget, MixedPrecisionPolicy, OffloadPolicy
 from ._source import Sources, joined_mesh
 from ._spmd import SpmdMesh
@@ -105,40 +107,71 @@ def _join_mesh(slot: Slot, parameter: DTensor, own: Placement, mesh: DeviceMesh,
 
 
 def _parameter_ids(name: str, parameters: Any) -> set[int]:
-    for parameter in parameters or ():
+    if parameters is None:
+        return set()
+    if not isinstance(parameters, Iterable) or isinstance(parameters, torch.Tensor):
+        raise TypeError(f"[{OP}] {name} is {type(parameters).__name__}, want a set of parameters")
+    ids = set()
+    for parameter in parameters:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"[{OP}] {name} has a {type(parameter).__name__}, want parameters")
-    return {id(parameter) for parameter in parameters or ()}
+        ids.add(id(parameter))
+    return ids
 
 
 def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    if not all(hasattr(mp_policy, name) for name in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")):
+        raise ValueError(f"[{OP}] mp_policy is {type(mp_policy).__name__}, want a MixedPrecisionPolicy")
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(mp_policy, name, "missing")
+        dtype = getattr(mp_policy, name)
         if not (dtype is None or isinstance(dtype, torch.dtype)):
             raise ValueError(f"[{OP}] mp_policy.{name} is {dtype!r}, want a torch.dtype or None")
-    if not isinstance(getattr(mp_policy, "apply_grad_on_fp32_main_grad", False), bool):
-        raise ValueError(f"[{OP}] mp_policy.apply_grad_on_fp32_main_grad is {mp_policy.apply_grad_on_fp32_main_grad!r}, "
-                         "want True or False")
-    if not any(cls.__name__ == "OffloadPolicy" for cls in type(offload_policy).__mro__):
+    check_bool(OP, "mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
+    check_bool(OP, "mp_policy.apply_grad_on_fp32_main_grad", getattr(mp_policy, "apply_grad_on_fp32_main_grad", False))
+    if offload_policy is not None and not any(cls.__name__ == "OffloadPolicy" for cls in type(offload_policy).__mro__):
         raise ValueError(f"[{OP}] offload_policy is {type(offload_policy).__name__}, want an OffloadPolicy")
+    check_bool(OP, "offload_policy.pin_memory", getattr(offload_policy, "pin_memory", False))
 
 
-def _check_reshard(reshard_after_forward: Any) -> None:
+def _check_choices(reshard_after_forward: Any, shard_placement_fn: Any, comm_fusion: Any, bucket_size: Any) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, (int, MemoryBudget)):
         raise ValueError(f"[{OP}] reshard_after_forward is {reshard_after_forward!r}, want a bool, an int or None")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise ValueError(f"[{OP}] shard_placement_fn is {type(shard_placement_fn).__name__}, want a function or None")
+    check_bool(OP, "comm_fusion", comm_fusion)
+    if isinstance(bucket_size, bool) or not isinstance(bucket_size, int):
+        raise ValueError(f"[{OP}] bucket_size is {bucket_size!r}, want a number of bytes, or -1")
+
+
+def _refuse_managed(collector: Collector) -> None:
+    for module in collector.modules:
+        for name in module._parameters:
+            state = managing_state(module, name)
+            if state is not None:
+                raise ValueError(f"[{OP}] parameter {name} of {type(module).__name__} belongs to unit {state.unit.name()} already, want "
+                                 "fully_shard on inner modules first and on the modules around them last")
 
 
 _classes: dict[tuple[type, type], type] = {}
 
 
-def _refuse_deepcopy(self: Any, memo: Any) -> Any:
-    raise RuntimeError(f"[deepcopy] {type(self).__name__} is sharded and cannot be copied: copy the model before fully_shard, "
-                       "or keep copies of its state_dict()")
+def _plain_class(cls: type) -> type:
+    """Of a sharded module's class that from which fully_shard has made it."""
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+
+
+def _deepcopy(self: Any, memo: Any) -> Any:
+    return deepcopy_unit(self, memo, _shard, _plain_class)
+
+
+def _refuse_pickle(self: Any, protocol: Any) -> Any:
+    raise RuntimeError(f"[pickle] {type(self).__name__} is sharded and cannot be pickled or copied by copy.copy, want its state_dict(), "
+                       "or copy.deepcopy")
 
 
 def _sharded_class(base: type, cls: type, prefix: str) -> type:
     if (base, cls) not in _classes:
-        body = {"__deepcopy__": _refuse_deepcopy, "__module__": cls.__module__, "__qualname__": f"{prefix}{cls.__qualname__}"}
+        body = {"__deepcopy__": _deepcopy, "__reduce_ex__": _refuse_pickle, "__module__": cls.__module__, "__qualname__": f"{prefix}{cls.__qualname__}"}
         _classes[base, cls] = type(f"{prefix}{cls.__name__}", (base, cls), body)
     return _classes[base, cls]
 
@@ -194,12 +227,14 @@ def _shard(
     ignored_params: Any,
     more: _More,
 ) -> Any:
+    given = dict(locals())
     roots, _ = outermost(module)
-    _check_reshard(reshard_after_forward)
+    _check_choices(reshard_after_forward, shard_placement_fn, more.comm_fusion, more.bucket_size)
     _check_policies(mp_policy, offload_policy)
     collector = Collector(_parameter_ids("ignored_params", ignored_params))
     for member, root in enumerate(roots):
         collector.collect(root, member)
+    _refuse_managed(collector)
     slots = collector.slots
     mesh = _mesh_of(mesh, slots, more)
     sources = None if more.source_shard_infos is None else Sources(more.source_shard_infos, slots, mesh)
@@ -224,9 +259,7 @@ def _shard(
         local.__class__ = nn.Parameter
         return None
 
-    def follow(unit: Any, i: int, entry: Any) -> None:
-        adopt(described, unit, i, entry)
-
+    entries = Entries(described)
     unit = _C.make_unit(
         type(roots[0]).__name__,
         [
@@ -238,9 +271,18 @@ def _shard(
         list(collector.children.values()),
         len(roots),
         wrap,
-        follow,
+        entries.adopt,
     )
-    _attach(State(unit, mesh, described, more.whole or mesh.ndim == 2), roots, collector.modules, base, prefix)
+    state = State(unit, mesh, entries, more.whole or mesh.ndim == 2)
+    # Without references to modules and parameters.
+    state.options = given | dict.fromkeys(("module", "mesh", "shard_placement_fn", "ignored_params"))
+    state.options["more"] = replace(more, replicate_params=None, source_shard_infos=None)
+    state.sources = None if sources is None else sources.of(slots)
+    state.cuts = [slot.cut for slot in slots]
+    state.dims = [slot.dim for slot in slots]
+    state.replicated = [slot.replicated for slot in slots]
+    state.began = [(slot.requires_grad, slot.parameter.dtype) for slot in slots]
+    _attach(state, roots, collector.modules, base, prefix)
     return module
 
 
@@ -248,14 +290,17 @@ def _attach(state: State, roots: list[nn.Module], owners: list[nn.Module], base:
     for member, root in enumerate(roots):
         root._hyper_parallel_state = state  # type: ignore[assignment]
         root._hyper_parallel_member = member  # type: ignore[assignment]
-        root.register_forward_pre_hook(state.unit.pre_hook(member), prepend=True, with_kwargs=True)
-        root.register_forward_hook(state.unit.post_hook(member), always_call=True)
+        before = root.register_forward_pre_hook(state.unit.pre_hook(member), prepend=True, with_kwargs=True)
+        after = root.register_forward_hook(state.unit.post_hook(member), always_call=True)
+        state.roots.append(weakref.ref(root))
+        state.hooks.append({before.id, after.id})
         root.__class__ = _sharded_class(base, type(root), prefix)
     for owner in owners:
         owner.register_state_dict_pre_hook(state.before_state_dict)
         owner.register_load_state_dict_pre_hook(state.before_state_dict)
+        owner.register_load_state_dict_post_hook(state.after_load)
     # The gradient of a look-up does not read the table; what a subclass does is unknown.
-    if len(roots) == 1 and type(roots[0]).__mro__[type(roots[0]).__mro__.index(FSDPModule) + 1] is nn.Embedding:
+    if len(roots) == 1 and _plain_class(type(roots[0])) is nn.Embedding:
         state.unit.set_unshard_in_backward(False)
 
 
@@ -373,17 +418,16 @@ def hyper_fully_shard(
     Returns:
         ``module``, whose class is now a subclass of HSDPModule.
     """
+    if comm_fusion_zero_copy is not None:
+        check_bool(OP, "comm_fusion_zero_copy", comm_fusion_zero_copy)
     if comm_fusion_zero_copy and not comm_fusion:
         raise ValueError(f"[{OP}] comm_fusion_zero_copy is True without comm_fusion, want comm_fusion too")
     if shard_layout not in ("per_parameter", "ragged"):
         raise ValueError(f"[{OP}] shard_layout is {shard_layout!r}, want \"per_parameter\" or \"ragged\"")
     if replica_init not in (None, "check", "broadcast"):
         raise ValueError(f"[{OP}] replica_init is {replica_init!r}, want None, \"check\" or \"broadcast\"")
-    for name, value in (("threshold", threshold), ("bucket_size", bucket_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"[{OP}] {name} is {value!r}, want a number of bytes")
-    if threshold < 0:
-        raise ValueError(f"[{OP}] threshold is {threshold}, want a number of bytes")
+    if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
+        raise ValueError(f"[{OP}] threshold is {threshold!r}, want a number of bytes")
     more = _More(replicate_params=replicate_params, comm_fusion=comm_fusion, bucket_size=bucket_size, threshold=threshold,
                  ragged=shard_layout == "ragged", replica_init=replica_init, source_shard_infos=source_shard_infos)
     return _shard(HSDPModule, "HSDP", module, mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy,
