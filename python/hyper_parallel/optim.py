@@ -25,11 +25,13 @@ _GROUP_KEYS: dict[str, Any] = {"names": [], "predicate": None, "lr": None, "weig
 
 
 def _groups(op: str, groups: Groups) -> list[dict[str, Any]]:
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError(f"[{op}] groups is {groups!r}, want a list of dictionaries")
     for group in groups:
         unknown = sorted(set(group) - set(_GROUP_KEYS))
         if unknown:
             raise ValueError(f"[{op}] a group has the keys {unknown}, want some of {sorted(_GROUP_KEYS)}")
-    return [{**_GROUP_KEYS, **group} for group in groups]
+    return [{**_GROUP_KEYS, **_checked(op, dict(group))} for group in groups]
 
 
 class FlatOptimizer:
@@ -103,13 +105,23 @@ def _checked(op: str, options: dict[str, Any]) -> dict[str, Any]:
     for name in ("lr", "eps", "weight_decay", "momentum", "dampening"):
         if name in options:
             options[name] = number(op, name, options[name])
+    for name in ("state_dtype", "ns_dtype"):
+        missing = name == "state_dtype" and options.get(name) is None
+        if name in options and not missing and not isinstance(options[name], torch.dtype):
+            raise ValueError(f"[{op}] {name} is {options[name]!r}, want a torch.dtype")
+    for name in ("names", "not_matrices"):
+        if name in options and not all(isinstance(each, str) for each in options[name]):
+            raise ValueError(f"[{op}] {name} is {options[name]!r}, want names of parameters")
+    steps = options.get("ns_steps", 0)
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise ValueError(f"[{op}] ns_steps is {steps!r}, want a whole number")
     for name, count in (("betas", 2), ("ns_coefficients", 3)):
         if name in options:
             given = options[name]
             if not isinstance(given, (tuple, list)) or len(given) != count:
                 raise ValueError(f"[{op}] {name} is {given!r}, want {count} numbers")
             options[name] = tuple(number(op, f"{name}[{i}]", value) for i, value in enumerate(given))
-    for name in ("decays", "parameters", "matrices"):
+    for name in ("decays", "parameters", "matrices", "predicate"):
         if options.get(name) is not None and not callable(options[name]):
             raise ValueError(f"[{op}] {name} is {type(options[name]).__name__}, want a function of name and shape, or None")
     return options
@@ -250,7 +262,11 @@ class Ema:
     """
 
     def __init__(self, module: nn.Module, *, decay: float = 0.999, ramp: bool = False, dtype: torch.dtype | None = None) -> None:
-        self._ema = _C.Ema(unit_of("Ema", module), decay, ramp, dtype)
+        unit = unit_of("Ema", module)
+        check_bool("Ema", "ramp", ramp)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"[Ema] dtype is {dtype!r}, want a torch.dtype or None")
+        self._ema = _C.Ema(unit, number("Ema", "decay", decay), ramp, dtype)
 
     def update(self, step: int) -> None:
         """Takes the parameters into the averages, after optimizer step ``step``. Raises RuntimeError: while swapped; ValueError: below 0."""
@@ -304,7 +320,13 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        self._scaler = _C.GradScaler(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        op = "GradScaler"
+        scale, growth = number(op, "init_scale", init_scale), number(op, "growth_factor", growth_factor)
+        backoff = number(op, "backoff_factor", backoff_factor)
+        if isinstance(growth_interval, bool) or not isinstance(growth_interval, int):
+            raise ValueError(f"[{op}] growth_interval is {growth_interval!r}, want a whole number")
+        check_bool(op, "enabled", enabled)
+        self._scaler = _C.GradScaler(scale, growth, backoff, growth_interval, enabled)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """loss * get_scale(), in fp32 where the loss is fp16 or bf16. Local."""
@@ -317,6 +339,9 @@ class GradScaler:
 
     def step(self, optimizer: FlatOptimizer) -> bool:
         """Steps unless gradients were not finite; returns whether it did. Unscales before if that was not done, collective then."""
+        if not isinstance(optimizer, FlatOptimizer):
+            raise ValueError(f"[GradScaler] optimizer is {type(optimizer).__name__}, want one of hyper_parallel.optim; torch.amp.GradScaler "
+                             "is for torch's")
         return self._scaler.step(optimizer._optimizer)
 
     def update(self) -> None:

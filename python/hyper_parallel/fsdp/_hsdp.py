@@ -124,6 +124,8 @@ class HSDPModule(FSDPModule):
             local_accumulation: some backwards run with ``set_requires_gradient_sync(False)``.
             partial_accumulation: some backwards run with ``set_requires_all_reduce(False)``.
         """
+        check_bool("plan_memory", "local_accumulation", local_accumulation)
+        check_bool("plan_memory", "partial_accumulation", partial_accumulation)
         return MemoryUse(**self._unit.plan_memory(local_accumulation, partial_accumulation))
 
     def transport(self) -> str:
