@@ -7,17 +7,35 @@ import torch as _torch  # noqa: F401  its libraries come first: ours link them
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from . import _C, fsdp, optim
+from . import _C, fsdp, optim, trace
+from ._source import (
+    ModuleShardingSpec,
+    ShardingPlan,
+    build_source_shard_info,
+    build_source_shard_info_by_param,
+    default_source_shard_info,
+    managed_parameters,
+    managed_source_shard_infos,
+    set_source_gradient_factor,
+)
 from ._state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
-from .fsdp._module import HSDPModule, UnshardHandle
-from .fsdp._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ._tools import UnshardScope, ZeroLevel, load_from_rank0, load_full, reset_parameters, set_zero_level
+from .fsdp._comm import init_process_group
+from .fsdp._hsdp import HSDPModule, MemoryUse
+from .fsdp._module import UnshardHandle, register_fsdp_forward_method
+from .fsdp._policy import CPUOffloadPolicy, MemoryBudget, OffloadPolicy
+from .fsdp._policy import HyperMixedPrecisionPolicy as MixedPrecisionPolicy
+from .fsdp._source import CopyGradient, SourceShardMetaInfo
 from .fsdp._wrap import hyper_fully_shard as fully_shard
-from .optim import clip_grad_norm_
+from .optim import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 CommError = _C.CommError
 TimeoutError = _C.TimeoutError
@@ -34,22 +52,49 @@ def hsdp_sync_stream() -> None:
 __all__ = [
     "CPUOffloadPolicy",
     "CommError",
+    "CopyGradient",
     "DTensor",
     "DeviceMesh",
     "HSDPModule",
+    "MemoryBudget",
+    "MemoryUse",
     "MixedPrecisionPolicy",
+    "ModuleShardingSpec",
     "OffloadPolicy",
+    "ShardingPlan",
+    "SourceShardMetaInfo",
+    "StateDictOptions",
     "TimeoutError",
     "UnshardHandle",
+    "UnshardScope",
+    "ZeroLevel",
+    "build_source_shard_info",
+    "build_source_shard_info_by_param",
     "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
+    "default_source_shard_info",
     "distribute_tensor",
     "fsdp",
     "fully_shard",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_state_dict",
+    "get_total_norm",
     "hsdp_sync_stream",
     "init_device_mesh",
+    "init_process_group",
+    "load_from_rank0",
+    "load_full",
+    "managed_parameters",
+    "managed_source_shard_infos",
     "optim",
+    "register_fsdp_forward_method",
+    "reset_parameters",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "set_source_gradient_factor",
+    "set_state_dict",
+    "set_zero_level",
+    "trace",
 ]

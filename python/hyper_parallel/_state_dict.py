@@ -7,14 +7,18 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 
 __all__ = [
     "StateDictOptions",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_state_dict",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "set_state_dict",
 ]

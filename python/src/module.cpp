@@ -5,10 +5,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <hyper_parallel/comm/world.h>
+#include <hyper_parallel/core/trace.h>
 #include <hyper_parallel/fsdp/init.h>
-#include <hyper_parallel/optim/adamw.h>
-#include <hyper_parallel/optim/clip_grad.h>
 
+#include "bind.h"
 #include "unit.h"
 
 namespace hyper_parallel::python {
@@ -16,20 +16,28 @@ namespace {
 
 using NoLock = py::call_guard<py::gil_scoped_release>;
 
-World make_python_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::int64_t timeout_ms, bool fake) {
+World make_python_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::int64_t timeout_ms, bool fake,
+                        std::optional<bool> samehost, std::optional<bool> map_shards, bool huge_pages, bool first_touch) {
   InitOptions options;
+  options.samehost = samehost;
+  options.map_shards = map_shards;
+  options.huge_pages = huge_pages;
+  options.first_touch = first_touch;
   if (fake) options.backend = "fake";
   options.timeout = std::chrono::milliseconds(timeout_ms);
   options.rank = rank;
   options.world_size = size;
   options.store = std::move(store);
   options.wait_for_ranks = false;
-  return make_world(options);
+  World world = make_world(options);
+  trace::set_rank(rank, size);
+  return world;
 }
 
 DeviceMesh make_python_mesh(const World& world, const std::string& device_type, const std::vector<std::int64_t>& shape,
-                            const std::vector<int>& ranks, const std::vector<std::string>& names) {
+                            const std::vector<int>& ranks, const std::vector<std::string>& names, bool connect) {
   DeviceMesh mesh = DeviceMesh::from_ranks(world, device_type, shape, ranks, names);
+  if (!connect) return mesh;
   // Here, where nobody needs the interpreter: making a group waits for its members.
   const py::gil_scoped_release unlocked;
   for (std::int64_t axis = 0; axis < mesh.ndim(); ++axis) (void)mesh.get_group(axis);
@@ -47,7 +55,8 @@ std::shared_ptr<PyUnit> make_python_unit(const std::string& name, const py::list
                             .member = fields[2].cast<int>(),
                             .shard_dim = fields[3].cast<std::optional<std::int64_t>>(),
                             .places = fields[4].cast<py::list>(),
-                            .wrap_block = fields[5]});
+                            .wrap_block = fields[5],
+                            .data_axes = fields[6].cast<std::vector<std::size_t>>()});
   }
   std::vector<std::pair<std::shared_ptr<PyUnit>, std::vector<std::string>>> inner;
   for (const py::handle child : children)
@@ -55,28 +64,37 @@ std::shared_ptr<PyUnit> make_python_unit(const std::string& name, const py::list
   return PyUnit::make(name, descriptions, options, inner, members, wrap, adopt);
 }
 
-std::optional<ReshardAfterForward> to_reshard(const py::object& value) {
+std::optional<ReshardAfterForward> to_reshard(const py::object& value, std::optional<std::int64_t> memory_budget) {
+  if (memory_budget) return MemoryBudget{*memory_budget};
   if (value.is_none()) return std::nullopt;
   if (py::isinstance<py::bool_>(value)) return ReshardAfterForward(value.cast<bool>());
   return ReshardAfterForward(value.cast<int>());
 }
 
-FullyShardOptions make_options(const DeviceMesh& mesh, const py::object& reshard_after_forward,
-                               std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
-                               std::optional<at::ScalarType> output_dtype, bool cast_forward_inputs, bool cpu_offload,
-                               bool pin_memory, std::vector<at::Tensor> replicate_params, bool comm_fusion,
-                               std::int64_t bucket_size, bool ragged) {
-  FullyShardOptions options{.mesh = mesh};
-  options.reshard_after_forward = to_reshard(reshard_after_forward);
-  options.mp_policy = {.param_dtype = param_dtype,
-                       .reduce_dtype = reduce_dtype,
-                       .output_dtype = output_dtype,
-                       .cast_forward_inputs = cast_forward_inputs};
-  if (cpu_offload) options.offload_policy = CPUOffloadPolicy{.pin_memory = pin_memory};
-  options.replicate_params = std::move(replicate_params);
-  options.comm_fusion = comm_fusion;
-  options.bucket_size = bucket_size;
-  options.shard_layout = ragged ? ShardLayout::kRagged : ShardLayout::kPerParameter;
+ReplicaInit to_replica_init(const std::string& name) {
+  if (name == "check") return ReplicaInit::kCheck;
+  return name == "broadcast" ? ReplicaInit::kBroadcast : ReplicaInit::kNone;
+}
+
+/// From keyword arguments: see _C.pyi.
+FullyShardOptions make_options(const py::kwargs& given) {
+  const auto get = [&]<class T>(const char* name, T) { return given[name].cast<T>(); };
+  using Dtype = std::optional<at::ScalarType>;
+  FullyShardOptions options{.mesh = get("mesh", DeviceMesh())};
+  options.reshard_after_forward = to_reshard(given["reshard_after_forward"], get("memory_budget", std::optional<std::int64_t>()));
+  options.mp_policy = {.param_dtype = get("param_dtype", Dtype()),
+                       .reduce_dtype = get("reduce_dtype", Dtype()),
+                       .output_dtype = get("output_dtype", Dtype()),
+                       .cast_forward_inputs = get("cast_forward_inputs", bool()),
+                       .apply_grad_on_fp32_main_grad = get("main_grads", bool())};
+  if (get("cpu_offload", bool())) options.offload_policy = CPUOffloadPolicy{.pin_memory = get("pin_memory", bool())};
+  options.replicate_params = get("replicate_params", std::vector<at::Tensor>());
+  options.comm_fusion = get("comm_fusion", bool());
+  options.bucket_size = get("bucket_size", std::int64_t());
+  options.shard_layout = get("ragged", bool()) ? ShardLayout::kRagged : ShardLayout::kPerParameter;
+  options.replica_init = to_replica_init(get("replica_init", std::string()));
+  if (const py::object sources = given["source_shard_infos"]; !sources.is_none())
+    options.source_shard_infos = to_sources(sources);
   return options;
 }
 
@@ -106,6 +124,16 @@ Start custom(const py::object& start) {
   return [held = std::make_shared<Ref>(start)](const Comm&, const at::Tensor& output, const at::Tensor& input) {
     return start_custom(held, output, input);
   };
+}
+
+py::dict to_dict(const fsdp::MemoryUse& use) {
+  py::dict result;
+  result["shards"] = use.shards;
+  result["gradients"] = use.gradients;
+  result["pool"] = use.pool;
+  result["copies"] = use.copies;
+  result["mapped"] = use.mapped;
+  return result;
 }
 
 /// Calls and bytes of this rank, by group of the tree.
@@ -217,64 +245,14 @@ void bind_unit(py::module_& m) {
            })
       .def(
           "zero_grad", [](const PyUnit& self, bool set_to_none) { self.handle().zero_grad(set_to_none); }, NoLock())
-      .def("memory",
-           [](const PyUnit& self) {
-             const fsdp::MemoryUse use = self.handle().memory_use();
-             py::dict result;
-             result["shards"] = use.shards;
-             result["gradients"] = use.gradients;
-             result["pool"] = use.pool;
-             result["copies"] = use.copies;
-             return result;
-           })
+      .def("memory", [](const PyUnit& self) { return to_dict(self.handle().memory_use()); })
+      .def("plan_memory", [](const PyUnit& self, bool local,
+                             bool partial) { return to_dict(self.handle().plan_memory({.local = local, .partial = partial})); })
+      .def("main_grad",
+           [](const PyUnit& self, std::size_t slot) { return self.handle().main_grad(self.sharded(slot).cast<at::Tensor>()); })
       .def("counters", &counters)
       .def("transport", [](const PyUnit& self) { return std::string(self.handle().data_parallel_comm().transport_name()); });
   bind_switches(unit);
-}
-
-void bind_optim(py::module_& m) {
-  py::class_<optim::AdamW>(m, "AdamW")
-      .def(py::init([](const PyUnit& root, double lr, std::pair<double, double> betas, double eps, double weight_decay,
-                       bool maximize, bool master_weights) {
-        return std::make_unique<optim::AdamW>(root.handle(), optim::AdamWOptions{.lr = lr,
-                                                                                 .betas = betas,
-                                                                                 .eps = eps,
-                                                                                 .weight_decay = weight_decay,
-                                                                                 .maximize = maximize,
-                                                                                 .master_weights = master_weights});
-      }))
-      .def("step", &optim::AdamW::step, NoLock())
-      .def("zero_grad", &optim::AdamW::zero_grad, NoLock())
-      .def("lr", &optim::AdamW::lr)
-      .def("set_lr", &optim::AdamW::set_lr)
-      .def("state",
-           [](const optim::AdamW& self) {
-             py::list result;
-             for (const auto& state : self.state()) {
-               py::dict tensors;
-               for (const auto& [name, tensor] : state.tensors) tensors[py::str(name)] = tensor;
-               result.append(py::make_tuple(state.name, state.step, tensors));
-             }
-             return result;
-           })
-      .def("load_state", [](optim::AdamW& self, const py::list& list) {
-        std::vector<optim::FlatOptimizer::State> states;
-        for (const py::handle entry : list) {
-          const auto fields = entry.cast<py::tuple>();
-          auto& state = states.emplace_back();
-          state.name = fields[0].cast<std::string>();
-          state.step = fields[1].cast<std::int64_t>();
-          for (const auto& [name, tensor] : fields[2].cast<py::dict>())
-            state.tensors.emplace_back(name.cast<std::string>(), tensor.cast<at::Tensor>());
-        }
-        self.load_state(states);
-      });
-  m.def(
-      "clip_grad_norm_",
-      [](const PyUnit& root, double max_norm, double norm_type, bool error_if_nonfinite) {
-        return clip_grad_norm_(root.handle(), max_norm, {.norm_type = norm_type, .error_if_nonfinite = error_if_nonfinite});
-      },
-      NoLock());
 }
 
 }  // namespace
@@ -298,13 +276,16 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&hpy::make_python_world))
       .def("rank", &hp::World::rank)
       .def("size", &hp::World::size);
-  py::class_<hp::DeviceMesh>(m, "Mesh").def(py::init(&hpy::make_python_mesh)).def("__repr__", &hp::DeviceMesh::to_string);
-  py::class_<hp::FullyShardOptions>(m, "Options")
-      .def(py::init(&hpy::make_options), py::kw_only(), py::arg("mesh"), py::arg("reshard_after_forward"), py::arg("param_dtype"),
-           py::arg("reduce_dtype"), py::arg("output_dtype"), py::arg("cast_forward_inputs"), py::arg("cpu_offload"),
-           py::arg("pin_memory"), py::arg("replicate_params"), py::arg("comm_fusion"), py::arg("bucket_size"), py::arg("ragged"));
+  py::class_<hp::DeviceMesh>(m, "Mesh")
+      .def(py::init(&hpy::make_python_mesh), py::arg("world"), py::arg("device_type"), py::arg("shape"), py::arg("ranks"),
+           py::arg("names"), py::arg("connect") = true)
+      .def("axes", [](const hp::DeviceMesh& mesh, const std::vector<std::string>& names) { return mesh[names]; })
+      .def("__repr__", &hp::DeviceMesh::to_string);
+  py::class_<hp::FullyShardOptions>(m, "Options").def(py::init(&hpy::make_options));
   m.def("make_unit", &hpy::make_python_unit);
   m.def("hsdp_sync_stream", &hp::hsdp_sync_stream, hpy::NoLock());
   hpy::bind_unit(m);
+  hpy::bind_sources(m);
   hpy::bind_optim(m);
+  hpy::bind_tools(m);
 }

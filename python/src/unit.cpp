@@ -20,7 +20,7 @@ py::object wrap_tensor(const at::Tensor& tensor) { return py::reinterpret_steal<
 struct Names {
   py::object dtensor_type = py::module_::import("torch.distributed.tensor").attr("DTensor");
   py::object make_dtensor = py::module_::import("torch").attr("Tensor").attr("_dtensor__new__");
-  py::str local = "_local_tensor", spec = "_spec";
+  py::str local = "_local_tensor", spec = "_spec", main_grad = "main_grad";
   py::dict plain;  ///< keyword arguments
   Names() { plain["requires_grad"] = false; }
 };
@@ -69,20 +69,24 @@ bool runs(PyObject* frame) {
 /// Takes the local part of a DTensor's gradient.
 class BlockNode : public torch::autograd::Node {
  public:
-  explicit BlockNode(py::object spec) : Node(std::numeric_limits<std::uint64_t>::max(), {}), spec_(std::move(spec)) {}
+  BlockNode(py::object spec, std::vector<std::size_t> data_axes)
+      : Node(std::numeric_limits<std::uint64_t>::max(), {}), spec_(std::move(spec)), data_axes_(std::move(data_axes)) {}
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     if (!gradients.at(0).defined()) return {at::Tensor()};
     const py::gil_scoped_acquire lock;
     py::object gradient = wrap_tensor(gradients[0]);
     if (!py::isinstance(gradient, names().dtensor_type)) return {gradients[0]};
-    const py::object placements = spec_.object().attr("placements"), given = gradient.attr("placements");
-    if (!given.equal(placements)) gradient = gradient.attr("redistribute")(spec_.object().attr("mesh"), placements);
+    const py::object given = gradient.attr("placements");
+    const py::list placements(spec_.object().attr("placements"));
+    for (const std::size_t axis : data_axes_) placements[axis] = given[py::int_(axis)];
+    if (!given.equal(py::tuple(placements))) gradient = gradient.attr("redistribute")(spec_.object().attr("mesh"), placements);
     return {gradient.attr(names().local).cast<at::Tensor>()};
   }
   std::string name() const override { return "HyperParallelBlock"; }
 
  private:
   Ref spec_;
+  std::vector<std::size_t> data_axes_;
 };
 
 }  // namespace
@@ -103,7 +107,7 @@ PyObject* GatheredBlock::current() {
   if (block_.requires_grad()) {
     const torch::autograd::Edge next = torch::autograd::impl::gradient_edge(block_);
     if (!node_ || !(node_->next_edge(0) == next)) {
-      node_ = c10::make_intrusive<BlockNode>(whole_.object().attr(names().spec));
+      node_ = c10::make_intrusive<BlockNode>(whole_.object().attr(names().spec), data_axes_);
       node_->add_input_metadata(whole);
       node_->add_next_edge(next);
       torch::autograd::impl::set_gradient_edge(whole, torch::autograd::Edge(node_, 0));
@@ -115,27 +119,48 @@ PyObject* GatheredBlock::current() {
   return whole_.get();
 }
 
-DTensorLeaf::DTensorLeaf(py::object parameter, const at::Tensor& sharded)
-    : parameter_(std::move(parameter)), local_(wrap_tensor(sharded)) {}
+DTensorLeaf::DTensorLeaf(py::object parameter, const at::Tensor& sharded, bool main_grad)
+    : parameter_(std::move(parameter)), local_(wrap_tensor(sharded)), main_grad_(main_grad) {
+  if (!main_grad) return;
+  parameter_.object().attr(names().main_grad) = py::none();
+  const py::object spec = parameter_.object().attr(names().spec);
+  const py::object meta = spec.attr("tensor_meta");
+  const py::object wide = py::type::of(meta)(meta.attr("shape"), meta.attr("stride"), py::cast(at::kFloat));
+  main_spec_ = Ref(py::type::of(spec)(spec.attr("mesh"), spec.attr("placements"), wide));
+}
+
+void DTensorLeaf::replace(py::object parameter) {
+  if (main_grad_) parameter.attr(names().main_grad) = py::getattr(parameter_.object(), names().main_grad, py::none());
+  parameter_ = Ref(std::move(parameter));
+}
 
 const at::Tensor& DTensorLeaf::tensor() const { return THPVariable_Unpack(parameter_.get()); }
 
 at::Tensor DTensorLeaf::grad() const {
-  const at::Tensor& grad = tensor().grad();
-  if (!grad.defined()) return {};
+  if (!main_grad_ && !tensor().grad().defined()) return {};
   const py::gil_scoped_acquire lock;
-  return wrap_tensor(grad).attr(names().local).cast<at::Tensor>();
+  const py::object grad =
+      main_grad_ ? py::getattr(parameter_.object(), names().main_grad, py::none()) : wrap_tensor(tensor().grad());
+  if (grad.is_none()) return {};
+  return py::getattr(grad, names().local, grad).cast<at::Tensor>();
 }
 
 void DTensorLeaf::set_grad(const at::Tensor& part) {
-  at::Tensor& grad = tensor().mutable_grad();
-  if (!part.defined()) {
-    grad = at::Tensor();
+  if (!main_grad_ && !part.defined()) {
+    tensor().mutable_grad() = at::Tensor();
     return;
   }
   const py::gil_scoped_acquire lock;
-  const py::object spec = parameter_.object().attr(names().spec);
-  grad = names().make_dtensor(names().dtensor_type, wrap_tensor(part), spec, **names().plain).cast<at::Tensor>();
+  py::object grad = py::none();
+  if (part.defined()) {
+    const py::object spec = main_grad_ ? main_spec_.object() : py::object(parameter_.object().attr(names().spec));
+    grad = names().make_dtensor(names().dtensor_type, wrap_tensor(part), spec, **names().plain);
+  }
+  if (main_grad_) {
+    parameter_.object().attr(names().main_grad) = grad;
+  } else {
+    tensor().mutable_grad() = grad.cast<at::Tensor>();
+  }
 }
 
 void DTensorLeaf::grad_arrived() {
@@ -165,6 +190,7 @@ std::shared_ptr<PyUnit> PyUnit::make(const std::string& name, const std::vector<
   unit->slots_.resize(slots.size());
   unit->open_.resize(static_cast<std::size_t>(members));
   FullyShardOptions options = given;
+  const bool main_grads = options.mp_policy.apply_grad_on_fp32_main_grad;
   std::unordered_map<const void*, std::optional<std::int64_t>> dims;
   std::vector<fsdp::ParameterSlot> parameters;
   for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -177,7 +203,7 @@ std::shared_ptr<PyUnit> PyUnit::make(const std::string& name, const std::vector<
       Slot& own = unit->slots_[i];
       own.sharded = Ref(wrap_tensor(sharded));
       py::object parameter = wrap(i, own.sharded.object());
-      if (!parameter.is_none()) own.leaf = std::make_shared<DTensorLeaf>(std::move(parameter), sharded);
+      if (!parameter.is_none()) own.leaf = std::make_shared<DTensorLeaf>(std::move(parameter), sharded, main_grads);
       return own.leaf;
     };
   }
@@ -192,7 +218,9 @@ std::shared_ptr<PyUnit> PyUnit::make(const std::string& name, const std::vector<
   for (std::size_t i = 0; i < slots.size(); ++i) {
     Slot& own = unit->slots_[i];
     own.gathered = Ref(wrap_tensor(slots[i].parameter));
-    if (!slots[i].wrap_block.is_none()) own.block = std::make_unique<GatheredBlock>(slots[i].parameter, slots[i].wrap_block);
+    if (!slots[i].wrap_block.is_none()) {
+      own.block = std::make_unique<GatheredBlock>(slots[i].parameter, slots[i].wrap_block, slots[i].data_axes);
+    }
     for (const py::handle place : slots[i].places) {
       const auto pair = place.cast<std::pair<py::object, py::object>>();
       own.places.emplace_back(Ref(pair.first), Ref(pair.second));

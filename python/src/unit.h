@@ -20,7 +20,8 @@ namespace hyper_parallel::python {
 class DTensorLeaf : public fsdp::ParameterLeaf {
  public:
   /// \param parameter a torch DTensor with local tensor `sharded`
-  DTensorLeaf(py::object parameter, const at::Tensor& sharded);
+  /// \param main_grad its gradient is the attribute `main_grad`, and `.grad` stays None
+  DTensorLeaf(py::object parameter, const at::Tensor& sharded, bool main_grad);
   [[nodiscard]] bool requires_grad() const override { return tensor().requires_grad(); }
   [[nodiscard]] at::Tensor grad() const override;
   void set_grad(const at::Tensor& part) override;
@@ -28,14 +29,15 @@ class DTensorLeaf : public fsdp::ParameterLeaf {
   [[nodiscard]] std::uint64_t version() const override;
 
   [[nodiscard]] PyObject* parameter() const { return parameter_.get(); }
-  void replace(py::object parameter) { parameter_ = Ref(std::move(parameter)); }
+  void replace(py::object parameter);
   /// Whether `entry`, which a module has registered, is the parameter with the engine's shard in it. Needs the lock.
   [[nodiscard]] bool is_registered_as(PyObject* entry) const;
 
  private:
   // By its Python object: torch.utils.swap_tensors may give it another tensor.
   [[nodiscard]] const at::Tensor& tensor() const;
-  Ref parameter_, local_;
+  Ref parameter_, local_, main_spec_;
+  bool main_grad_;
 };
 
 /// What a module computes with where tensor parallelism has cut a parameter before: a DTensor over the gathered block. Its
@@ -43,7 +45,9 @@ class DTensorLeaf : public fsdp::ParameterLeaf {
 class GatheredBlock {
  public:
   /// \param wrap plain tensor -> DTensor over it
-  GatheredBlock(at::Tensor block, py::object wrap) : block_(std::move(block)), wrap_(std::move(wrap)) {}
+  /// \param data_axes of its mesh that are data parallelism's: there the gradient stays as it comes, the engine reduces it
+  GatheredBlock(at::Tensor block, py::object wrap, std::vector<std::size_t> data_axes)
+      : block_(std::move(block)), wrap_(std::move(wrap)), data_axes_(std::move(data_axes)) {}
   /// The DTensor, which leads backwards to the block if that has a gradient. Needs the lock.
   [[nodiscard]] PyObject* current();
 
@@ -51,6 +55,7 @@ class GatheredBlock {
   void make();
   at::Tensor block_;
   Ref wrap_, whole_;
+  std::vector<std::size_t> data_axes_;
   c10::intrusive_ptr<torch::autograd::Node> node_;
 };
 
@@ -70,6 +75,7 @@ struct SlotDescription {
   std::optional<std::int64_t> shard_dim = {};
   py::list places;
   py::object wrap_block;  ///< see GatheredBlock; None for plain parameters
+  std::vector<std::size_t> data_axes = {};
 };
 
 /// Thread safety: that of UnitHandle; everything needs the interpreter lock, and lets go of it while it waits.

@@ -122,12 +122,12 @@ class ParamGroup {
   [[nodiscard]] const at::Tensor& grad() const { return grad_; }
   /// The gradient of a parameter: `.grad` of its leaf or its main gradient. Call gradient_changed after replacing it.
   [[nodiscard]] at::Tensor& gradient(ManagedParameter& parameter) const {
-    if (options_.main_grad) return parameter.main_grad;
-    if (parameter.leaf) parameter.sharded.mutable_grad() = parameter.leaf->grad();
-    return parameter.sharded.mutable_grad();
+    at::Tensor& grad = options_.main_grad ? parameter.main_grad : parameter.sharded.mutable_grad();
+    if (parameter.leaf) grad = parameter.leaf->grad();
+    return grad;
   }
   void gradient_changed(ManagedParameter& parameter) const {
-    if (parameter.leaf && !options_.main_grad) parameter.leaf->set_grad(parameter.sharded.grad());
+    if (parameter.leaf) parameter.leaf->set_grad(options_.main_grad ? parameter.main_grad : parameter.sharded.grad());
   }
   [[nodiscard]] bool trainable() const;   ///< some parameter is
   [[nodiscard]] bool has_frozen() const;  ///< some parameter is

@@ -128,7 +128,8 @@ at::Tensor UnitHandle::main_grad(const at::Tensor& sharded) const {
   for (Unit* unit : get().reached(true)) {
     for (auto& group : unit->groups()) {
       for (ManagedParameter& parameter : group->parameters()) {
-        if (parameter.sharded.is_same(sharded)) return parameter.main_grad;
+        if (!parameter.sharded.is_same(sharded)) continue;
+        return group->options().main_grad ? group->gradient(parameter) : at::Tensor();
       }
     }
   }
@@ -145,6 +146,7 @@ UnshardScope::UnshardScope(const UnitHandle& root) : root_(root) {
       unit->start_hold("UnshardScope");
     }
     for (Unit* unit : units) unit->finish_unshard();
+    for (Unit* unit : units) unit->show(true);
     for (Unit* unit : units) ++unit->scopes;
   } catch (...) {
     for (Unit* unit : taken) {

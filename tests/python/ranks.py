@@ -11,7 +11,7 @@ SECONDS = 120
 
 _context = multiprocessing.get_context("forkserver")
 # Forked from a process that has these: torch takes seconds to import.
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hyper_parallel", "models", "scripts"])
+_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hyper_parallel", "models", "scripts", "spmd_scripts"])
 
 
 def _join(rank, world, folder, backend):

@@ -155,13 +155,18 @@ def wrong_types(rank, world):
                     "set_reduce_scatter_unused_params", "set_separate_reduce_scatter_group"]
     for name in [*with_recurse, "unshard", "set_is_last_backward", "set_unshard_in_backward", "set_force_sum_reduction_for_comms",
                  "set_allocate_memory_from_process_group_for_comm", "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch",
-                 "set_custom_all_gather", "set_custom_reduce_scatter", "set_post_optim_event", "set_reduce_op_type", "reset_iter_state",
+                 "set_post_optim_event", "set_reduce_op_type", "reset_iter_state",
                  "set_reduce_scatter_max_input_buffers", "set_symm_mem_for_comm"]:
         check(name, getattr(model, name))
     for name, fine in [*((name, True) for name in with_recurse), ("set_reduce_scatter_max_input_buffers", 1), ("set_reduce_op_type", "avg")]:
         check(name, lambda value: getattr(model, name)(fine, recurse=value))  # noqa: B023
-    check("set_gradient_divide_factor", model.set_gradient_divide_factor, "-1", "1.5")
-    check("set_gradient_divide_factor", model.set_reduce_scatter_divide_factor, "-1", "1.5")
+    plain = ours.fully_shard(build(Block), mesh=mesh)
+    for name in ["set_custom_all_gather", "set_custom_reduce_scatter"]:
+        check(name, getattr(model, name), "None")
+        check(name, getattr(plain, name))
+    check("set_gradient_divide_factor", model.set_gradient_divide_factor, "None", "-1", "1.5")
+    check("set_gradient_divide_factor", plain.set_reduce_scatter_divide_factor, "-1", "1.5")
+    check("plan_memory", lambda value: model.plan_memory(local_accumulation=value))
     check("set_gradient_scaling_factor", model.set_gradient_scaling_factor, "None", "-1", "1.5")
     check("set_all_reduce_hook", model.set_all_reduce_hook, "None")
     check("set_all_reduce_hook", lambda value: model.set_all_reduce_hook(print, stream=value), "None")
@@ -173,7 +178,7 @@ def wrong_types(rank, world):
         options = {"mesh": ["None"], "reshard_after_forward": ["None"], "shard_placement_fn": ["None"], "mp_policy": [],
                    "offload_policy": ["None"], "ignored_params": ["None"]}
         own = {"replicate_params": ["None"], "comm_fusion": [], "comm_fusion_zero_copy": ["None"], "source_shard_infos": ["None"],
-               "bucket_size": ["-1"], "shard_layout": []}
+               "bucket_size": ["-1"], "shard_layout": [], "threshold": [], "replica_init": ["None"]}
         for name, fine in (options | (own if api is hp else {"dp_mesh_dims": ["None"]})).items():
             check("fully_shard", lambda value: api.fully_shard(Block(), **{"mesh": mesh, name: value}), *fine)  # noqa: B023
 
@@ -182,7 +187,23 @@ def wrong_types(rank, world):
         check("AdamW", lambda value: hp.optim.AdamW(model, **{name: value}), *fine)  # noqa: B023
     check("AdamW", lambda value: setattr(optimizer, "lr", value), "1.5")
     check("AdamW", optimizer.load_state_dict)
+    for name, fine in {"groups": [], "decays": ["None"], "parameters": ["None"], "state_dtype": ["None"]}.items():
+        check("AdamW", lambda value: hp.optim.AdamW(model, **{name: value}), *fine)  # noqa: B023
+    for name in ["lr", "weight_decay", "betas", "eps", "predicate"]:
+        check("AdamW", lambda value: hp.optim.AdamW(model, groups=[{"names": ["scale"], name: value}]),  # noqa: B023
+              "1.5" if name != "betas" else "", "None" if name == "predicate" else "")
+    for name, fine in {"momentum": ["1.5"], "dampening": ["-1", "1.5"], "nesterov": []}.items():
+        check("SGD", lambda value: hp.optim.SGD(model, **{name: value}), *fine)  # noqa: B023
+    for name in ["momentum", "ns_steps", "ns_coefficients", "ns_dtype", "adjust_lr_fn", "nesterov"]:
+        check("Muon", lambda value: hp.optim.Muon(model, **{name: value}))  # noqa: B023
+    for name, fine in {"decay": [], "ramp": [], "dtype": ["None"]}.items():
+        check("Ema", lambda value: hp.optim.Ema(model, **{name: value}), *fine)  # noqa: B023
+    for name, fine in {"init_scale": ["1.5"], "growth_factor": ["1.5"], "backoff_factor": [], "growth_interval": [], "enabled": []}.items():
+        check("GradScaler", lambda value: hp.optim.GradScaler(**{name: value}), *fine)  # noqa: B023
+    check("GradScaler", hp.optim.GradScaler().step)
+    check("set_zero_level", lambda value: hp.set_zero_level(model, value))
     check("zero_grad", optimizer.zero_grad)
+    check("zero_grad", model.zero_grad)
     check("clip_grad_norm_", lambda value: hp.clip_grad_norm_(value, 1.0))
     for name, fine in {"max_norm": ["1.5"], "norm_type": ["1.5"], "error_if_nonfinite": []}.items():
         check("clip_grad_norm_", lambda value: hp.clip_grad_norm_(model, **{"max_norm": 1.0, name: value}), *fine)  # noqa: B023

@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ._collect import OP, Slot
 
 
 @dataclass
 class Description:
-    """Of one slot, without the whole parameter."""
+    """Of one slot, without the whole parameter. ragged: the program sees the shard itself, a plain tensor; cut: an axis that the
+    engine does not know has cut the parameter."""
 
     name: str
     shape: torch.Size
@@ -26,6 +27,7 @@ class Description:
     placements: tuple[Placement, ...]
     places: list[tuple[dict[str, Any], str]]
     ragged: bool
+    cut: bool = False
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
@@ -131,7 +133,7 @@ class Entries:
             if entry.shape != slot.shape:
                 raise ValueError(f"[{OP}] a parameter was replaced by a tensor of shape {tuple(entry.shape)}, want {tuple(slot.shape)} "
                                  f"{where}")
-            if slot.mesh.ndim > 2:
+            if slot.mesh.ndim > 2 or any(isinstance(placement, _StridedShard) for placement in slot.placements):
                 raise ValueError(f"[{OP}] a parameter was replaced by a plain tensor, want a DTensor: two meshes cut it {where}")
 
     def adopt(self, unit: Any, i: int, entry: Any) -> None:
@@ -163,15 +165,17 @@ class Entries:
 class State:
     """What a sharded module knows of its unit. Shared by the modules of a list."""
 
-    def __init__(self, unit: Any, mesh: DeviceMesh, entries: Entries) -> None:
+    def __init__(self, unit: Any, mesh: DeviceMesh, entries: Entries, replicates: bool) -> None:
         self.unit = unit
         self.mesh = mesh
         self.entries = entries
+        self.replicates = replicates
         # What a copy of the unit is made from.
         self.roots: list[Callable[[], nn.Module | None]] = []
         self.hooks: list[set[int]] = []  # ids of the hooks of each of them
         self.options: dict[str, Any] = {}  # arguments of fully_shard
         self.cuts: list[DTensorSpec | None] = []
+        self.sources: list[Any] | None = None  # SourceShardMetaInfo of each slot
         self.dims: list[int] = []
         self.replicated: list[bool] = []
         self.began: list[tuple[bool, torch.dtype]] = []  # requires_grad and dtype then: they decide which parameters lie together
@@ -212,7 +216,7 @@ class State:
 
     def __deepcopy__(self, memo: Any) -> Any:
         # Hooks in a copy of a module of the unit without the unit: its parameters are DTensors of its own.
-        return State(_NoUnit(), self.mesh, Entries([]))
+        return State(_NoUnit(), self.mesh, Entries([]), self.replicates)
 
     def __reduce__(self) -> Any:
         raise RuntimeError("[pickle] a sharded module cannot be pickled, want its state_dict()")

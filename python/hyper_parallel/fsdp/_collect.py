@@ -15,7 +15,11 @@ OP = "fully_shard"
 
 @dataclass
 class Slot:
-    """A parameter on its way into a unit, and what describes its shard. One that is a DTensor is cut further; the engine gets its block."""
+    """A parameter on its way into a unit, and what describes its shard. One that is a DTensor is cut further; the engine gets its block.
+
+    plain: no DTensor describes the shard, so that it is a plain tensor. data_axes: those of a DTensor's mesh that are data
+    parallelism's.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -28,6 +32,8 @@ class Slot:
     dim: int = 0
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     placements: tuple[Placement, ...] = ()
+    plain: bool = False
+    data_axes: tuple[int, ...] = ()
 
 
 class Collector:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def _empty(state: State, i: int) -> nn.Parameter:
     cut = state.cuts[i]
     requires_grad, dtype = state.began[i]
     dtype = dtype if slot.ragged else sharded.dtype
-    local = torch.empty((), dtype=dtype, device=sharded.device).expand(slot.shape if cut is None else state.unit.gathered(i).shape)
+    local = torch.empty((), dtype=dtype, device=sharded.device).expand(state.unit.gathered(i).shape)
     whole = local if cut is None else dtensor_over(local, cut.mesh, cut.placements, slot.shape)
     empty = nn.Parameter(whole, requires_grad=requires_grad)
     if isinstance(parameter, DTensor):
@@ -113,7 +114,11 @@ def _shard_again(state: State, copies: list[Any], empties: list[nn.Parameter], s
         mesh=state.mesh,
         shard_placement_fn=lambda parameter: Shard(state.dims[number[id(parameter)]]),
         ignored_params=ignored,
-        replicate_params={empty for i, empty in enumerate(empties) if state.replicated[i]},
+        more=replace(
+            options["more"],
+            replicate_params={empty for i, empty in enumerate(empties) if state.replicated[i]},
+            source_shard_infos=None if state.sources is None else dict(zip(empties, state.sources)),
+        ),
     )
     shard(**options)
     new: State = copies[0]._hyper_parallel_state

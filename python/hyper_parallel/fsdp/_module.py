@@ -120,7 +120,7 @@ class FSDPModule:
         check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         check_bool("set_requires_all_reduce", "recurse", recurse)
         for state in _states(cast(nn.Module, self), recurse):
-            if state.mesh.ndim == 2:
+            if state.replicates:
                 state.unit.set_requires_all_reduce(requires_all_reduce, False)
                 state.switches["set_requires_all_reduce"] = (requires_all_reduce, False)
 
@@ -235,31 +235,6 @@ class FSDPModule:
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         self._hyper_parallel_state.after_conversion()
         return result
-
-
-class HSDPModule(FSDPModule):
-    """HyperParallel's additions."""
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: gradients are reduced over the shard group only, and kept, until a backward runs with True; without replicas, too."""
-        check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
-        self._set("set_requires_all_reduce", requires_all_reduce, recurse)
-
-    def set_reduce_op_type(self, op: str, recurse: bool = True) -> None:
-        """"avg" or "sum": how gradients of different ranks are combined. Raises ValueError otherwise."""
-        if not isinstance(op, str):
-            raise ValueError(f"[set_reduce_op_type] op is {op!r}, want \"avg\" or \"sum\"")
-        self._set("set_reduce_op_type", op, recurse)
-
-    def set_gradient_scaling_factor(self, factor: float | torch.Tensor | None = None) -> None:
-        """Every reduction of this unit is multiplied by it; None: not any more. Raises ValueError: bool, not one element, not finite."""
-        value = None if factor is None else number("set_gradient_scaling_factor", "factor", factor)
-        self._set_own("set_gradient_scaling_factor", value)
-
-    def reset_iter_state(self, recursive: bool = True) -> None:
-        """See FSDPModule; with ``recursive=False`` this unit only."""
-        check_bool("reset_iter_state", "recursive", recursive)
-        self._unit.reset_iter_state(recursive)
 
 
 def _states(module: nn.Module, recurse: bool) -> Iterable[Any]:

@@ -23,6 +23,31 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
 
+@dataclass(frozen=True)
+class HyperMixedPrecisionPolicy(MixedPrecisionPolicy):
+    """HyperParallel's: hyper_parallel.MixedPrecisionPolicy.
+
+    Args:
+        apply_grad_on_fp32_main_grad: reduced gradients are fp32 tensors ``parameter.main_grad``, whatever the parameters' dtype, and
+            ``.grad`` stays None. ``HSDPModule.zero_grad`` or ``parameter.main_grad = None`` clears them. ``hyper_parallel.optim``
+            and ``clip_grad_norm_`` use them, torch's optimizers do not.
+    """
+
+    apply_grad_on_fp32_main_grad: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """For ``reshard_after_forward``: keep as many units gathered between forward and backward as fit, those first whose backward comes
+    first. Decided when the first forward begins; with several budgets in a tree the smallest holds.
+
+    Args:
+        bytes: bounds what the engine holds on this rank for the whole tree, without optimizer state and activations.
+    """
+
+    bytes: int
+
+
 @dataclass
 class OffloadPolicy:
     """Shards, gradients and optimizer state stay on the device of the mesh."""
