@@ -72,6 +72,45 @@ def dense(api, rank, world, hybrid=0, dtype=None, tied=False, steps=3, reshard=N
     return record.steps
 
 
+def all_optimizers(api, rank, world, **options):
+    """One after the other, foreach, fused or neither."""
+    steps = []
+    for optimizer, more in ((torch.optim.AdamW, {}), (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+                            (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {"lr_decay": 0.1})):
+        steps += dense(api, rank, world, optimizer_type=optimizer, **more, **options)
+    return steps
+
+
+def loader_schedule_and_scaler(api, rank, world):
+    """A DataLoader with a DistributedSampler, a SequentialLR, autocast and a GradScaler."""
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    data = TensorDataset(*batch(0, 0, rows=11))
+    sampler = DistributedSampler(data, world, rank, shuffle=True, seed=5)
+    model = wrap(api, build(), mesh=mesh_of(world, 0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.2, total_iters=2)
+    cool = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], milestones=[2])
+    scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
+    record = Record()
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for tokens, targets in DataLoader(data, batch_size=2, sampler=sampler, drop_last=False):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=epoch == 1):
+                loss = loss_of(model(tokens), targets)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            entry = {f"grad {name}": value for name, value in gradients(model).items()}
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.zero_grad()
+            entry.update({f"weight {name}": value for name, value in weights(model).items()})
+            record.steps.append({"loss": loss.detach().clone(), "lr": torch.tensor(schedule.get_last_lr()), **entry})
+    return record.steps
+
+
 def accumulation(api, rank, world, hybrid=0, dtype=None, by="sync"):
     model = build()
     wrap(api, model, mesh=mesh_of(world, hybrid), mp_policy=policy(api, dtype))
@@ -248,7 +287,8 @@ def tensor_parallel(api, rank, world, dtype=None, hybrid=False):
     """Blocks cut by columns and rows over two ranks, then sharded over the others."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    shape, names = ((2, 1, 2), ("dp_replicate", "dp_shard", "tp")) if hybrid else ((world // 2, 2), ("dp_shard", "tp"))
+    parts = min(world, 2)
+    shape, names = ((2, 1, 2), ("dp_replicate", "dp_shard", "tp")) if hybrid else ((world // parts, parts), ("dp_shard", "tp"))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = build(Even)
     for block in model.blocks:
@@ -257,7 +297,7 @@ def tensor_parallel(api, rank, world, dtype=None, hybrid=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     record = Record()
     for step in range(3):
-        tokens, targets = batch(rank // 2, step)
+        tokens, targets = batch(rank // parts, step)
         loss = loss_of(model(tokens), targets)
         loss.backward()
         record.step(model, optimizer, loss)
