@@ -1,5 +1,8 @@
 #include "command_line.h"
 
+#include <charconv>
+#include <cmath>
+
 #include <CLI/CLI.hpp>
 
 #include <hyper_parallel/core/error.h>
@@ -13,26 +16,38 @@ constexpr const char* kDescription =
     "HuggingFaceStorageWriter, or a safetensors file. Pickles (.pt, .bin, .distcp) are refused.\n"
     "Exit code: 0 done, whole, equal; 1 damaged, different; 2 an error.";
 
+/// A folder or file that is named at all.
+std::string check_named(const std::string& path) { return path.empty() ? "is \"\", want a path" : ""; }
+
+/// CLI11's own checks show bounds of 300 digits.
+std::string check_tolerance(const std::string& text) {
+  double value = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool fine = problem == std::errc() && end == text.data() + text.size() && value >= 0 && std::isfinite(value);
+  return fine ? "" : concat("is ", text, ", want a finite number >= 0");
+}
+
 void add_inspect(CLI::App& app, CkptCommand& c) {
   CLI::App* sub = app.add_subcommand("inspect", "tree of names, shapes, dtypes, layouts and sizes");
-  sub->add_option("path", c.source, "what to look at")->type_name("PATH")->required();
+  sub->add_option("path", c.source, "what to look at")->type_name("PATH")->required()->check(check_named);
   sub->add_option("--depth", c.depth, "levels of the tree [all]")->type_name("N")->check(CLI::Range(1, 100));
 }
 
 void add_verify(CLI::App& app, CkptCommand& c) {
   CLI::App* sub = app.add_subcommand("verify", "read every byte; of checkpoints, compare it with the checksums");
-  sub->add_option("path", c.source, "what to check")->type_name("PATH")->required();
+  sub->add_option("path", c.source, "what to check")->type_name("PATH")->required()->check(check_named);
   sub->add_flag("-q,--quiet", c.quiet, "no progress bar");
 }
 
 void add_rewriting(CLI::App* sub, CkptCommand& c) {
-  sub->add_option("source", c.source, "what to read")->type_name("PATH")->required();
-  sub->add_option("target", c.target, "the folder to write")->type_name("PATH")->required();
+  sub->add_option("source", c.source, "what to read")->type_name("PATH")->required()->check(check_named);
+  sub->add_option("target", c.target, "the folder to write")->type_name("PATH")->required()->check(check_named);
   sub->add_option("--dtype", c.dtype, "of floating point tensors: float32, float16, bfloat16, float64 [as they are]")
       ->type_name("DTYPE")
       ->check(CLI::IsMember({"float32", "float16", "bfloat16", "float64"}));
   sub->add_option("--buffer-mb", c.buffer_mb, "memory for values [16]")->type_name("MB")->check(CLI::Range(1, 1 << 20));
-  sub->add_flag("--overwrite", c.overwrite, "replace a folder of the same kind, once the new one is complete");
+  sub->add_flag("--overwrite", c.overwrite,
+                "replace a folder of the same kind without other files, once the new one is complete");
   sub->add_flag("-q,--quiet", c.quiet, "no progress bar");
 }
 
@@ -56,10 +71,10 @@ void add_convert(CLI::App& app, CkptCommand& c) {
 
 void add_diff(CLI::App& app, CkptCommand& c) {
   CLI::App* sub = app.add_subcommand("diff", "what differs between the tensors of two");
-  sub->add_option("first", c.source, "one")->type_name("PATH")->required();
-  sub->add_option("second", c.target, "the other")->type_name("PATH")->required();
-  sub->add_option("--atol", c.atol, "equal if |a - b| <= atol + rtol |b| [0]")->type_name("X")->check(CLI::NonNegativeNumber);
-  sub->add_option("--rtol", c.rtol, "the same [0]")->type_name("X")->check(CLI::NonNegativeNumber);
+  sub->add_option("first", c.source, "one")->type_name("PATH")->required()->check(check_named);
+  sub->add_option("second", c.target, "the other")->type_name("PATH")->required()->check(check_named);
+  sub->add_option("--atol", c.atol, "equal if |a - b| <= atol + rtol |b| [0]")->type_name("X")->check(check_tolerance);
+  sub->add_option("--rtol", c.rtol, "the same [0]")->type_name("X")->check(check_tolerance);
   sub->add_flag("--any-dtype", c.any_dtype, "compare values of different floating point types");
   sub->add_option("--prefix", c.prefix, "only names that begin with it")->type_name("TEXT");
   sub->add_option("--most", c.most, "lines to print [20]")->type_name("N")->check(CLI::Range(1, 1 << 30));

@@ -42,23 +42,71 @@ void check_whole(const CkptCommand& command) {
   if (!problems.empty()) throw CheckpointError(problems.front());
 }
 
+/// ValueError if one of them is the other or lies in it, under whatever name: what is read would be written over.
+void check_apart(const CkptCommand& command) {
+  const auto inside = [](const fs::path& inner, const fs::path& outer) {
+    std::error_code error;
+    for (fs::path at = fs::weakly_canonical(fs::absolute(inner), error); at.has_relative_path(); at = at.parent_path()) {
+      if (fs::equivalent(at, outer, error)) return true;
+    }
+    return false;
+  };
+  const std::string source = command.source.string(), target = command.target.string();
+  std::error_code error;
+  check_value(!fs::equivalent(command.source, command.target, error), "hp-ckpt", "the target ", target, " is the source ", source,
+              ", want another folder");
+  check_value(!inside(command.target, command.source), "hp-ckpt", "the target ", target, " lies in the source ", source,
+              ", want a folder outside of it");
+  check_value(!inside(command.source, command.target), "hp-ckpt", "the source ", source, " lies in the target ", target,
+              ", which would be replaced, want another folder");
+}
+
 struct Model {
   hf::Config config;
   bool bytes = false;  ///< of hp-train, whose tokens are bytes
 };
 
+/// What a checkpoint remembers of the run or conversion that wrote it.
+std::optional<Model> remembered(const ckpt::Source& source) {
+  const nlohmann::json extra = nlohmann::json::parse(source.info().extra);
+  const std::string name = concat(source.path().string(), " (extra)");
+  if (extra.is_object() && extra.contains("hf_config")) return Model{hf::parse_config(extra["hf_config"].dump(), name)};
+  if (extra.is_object() && extra.contains("config") && extra["config"].is_string())
+    return Model{train::hf_config_of(train::parse_config(extra["config"].get<std::string>(), name).model), true};
+  return std::nullopt;
+}
+
+/// ValueError where a file says something else about the model than the checkpoint: the same weights would be another function.
+void check_same_model(const std::string& file, const hf::Config& given, const ckpt::Source& source, const hf::Config& saved) {
+  const auto fields = [](const hf::Config& config) {
+    nlohmann::json all = nlohmann::json::parse(hf::config_json(config));
+    // What does not change the function, and what is there twice.
+    for (const char* key : {"dtype", "torch_dtype", "initializer_range", "router_aux_loss_coef", "bos_token_id", "eos_token_id",
+                            "pad_token_id", "rope_parameters"})
+      all.erase(key);
+    return all;
+  };
+  const nlohmann::json got = fields(given), want = fields(saved);
+  std::string text;
+  for (const auto& [key, value] : want.items()) {
+    const nlohmann::json other = got.value(key, nlohmann::json());
+    if (other != value) text += concat(text.empty() ? "" : "; ", key, " is ", other.dump(), ", want ", value.dump());
+  }
+  check_value(text.empty(), "hp-ckpt", file, " is not the model of ", source.path().string(), ": ", text,
+              " as it was saved; without --config the checkpoint's own is taken");
+}
+
 /// The model whose weights the source has: as the user says, as the source says, or as a file beside it says.
 Model model_of(const CkptCommand& command, const ckpt::Source& source) {
   const auto from_file = [](const fs::path& file) { return Model{train::hf_config_of_file(file), file.extension() != ".json"}; };
-  if (!command.config.empty()) return from_file(command.config);
-  const nlohmann::json extra = nlohmann::json::parse(source.info().extra);
-  if (extra.is_object() && extra.contains("hf_config"))
-    return {hf::parse_config(extra["hf_config"].dump(), concat(source.path().string(), " (extra)"))};
   // Of hp-train: what it was saved with, which a later run under the same name may have replaced beside it.
-  if (extra.is_object() && extra.contains("config") && extra["config"].is_string()) {
-    const std::string name = concat(source.path().string(), " (extra)");
-    return {train::hf_config_of(train::parse_config(extra["config"].get<std::string>(), name).model), true};
+  const std::optional<Model> saved = remembered(source);
+  if (!command.config.empty()) {
+    Model given = from_file(command.config);
+    if (saved) check_same_model(command.config, given.config, source, saved->config);
+    return given;
   }
+  if (saved) return *saved;
   const fs::path here = fs::absolute(source.folder()).lexically_normal();
   const fs::path folder = here.has_filename() ? here : here.parent_path();
   for (const fs::path& file :
@@ -160,8 +208,8 @@ int done(const CkptCommand& command) {
   const ckpt::Source result(command.target);
   std::int64_t bytes = 0;
   for (const auto& [name, tensor] : result.info().tensors) bytes += bytes_of(tensor);
-  std::printf("WROTE %s: %zu tensors, %s in %zu files\n", command.target.c_str(), result.info().tensors.size(),
-              train::format_bytes(bytes).c_str(), result.info().files.size());
+  std::printf("WROTE %s: %s, %s in %s\n", command.target.c_str(), counted(result.info().tensors.size(), "tensor").c_str(),
+              train::format_bytes(bytes).c_str(), counted(result.info().files.size(), "file").c_str());
   return 0;
 }
 
@@ -172,6 +220,7 @@ int convert(const CkptCommand& command) {
   check_value(hf || (command.config.empty() && command.tokenizer.empty()), "hp-ckpt",
               "--config and --tokenizer are for --to hf, got --to ", command.to);
   check_value(!hf || command.ranks == 1, "hp-ckpt", "--ranks is for --to checkpoint and dcp, got --to hf");
+  check_apart(command);
   check_whole(command);
   {
     Bar bar("convert", command.quiet);
@@ -184,6 +233,7 @@ int convert(const CkptCommand& command) {
 }
 
 int reshard(const CkptCommand& command) {
+  check_apart(command);
   const ckpt::Source source(command.source);
   check_value(source.kind() == ckpt::SourceKind::kCheckpoint, "hp-ckpt", command.source.string(), " is ",
               to_string(source.kind()), ", want a checkpoint; convert makes one");

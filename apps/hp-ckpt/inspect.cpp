@@ -66,7 +66,8 @@ void print(const Node& node, int level, int depth) {
                   printable(below.tensor->layout).c_str());
     }
     if (below.children.empty()) continue;
-    std::printf("%-44s %-9s %-20s %10s\n", label.c_str(), "", concat(format_count(below.tensors), " tensors").c_str(),
+    std::printf("%-44s %-9s %-20s %10s\n", label.c_str(), "",
+                concat(format_count(below.tensors), below.tensors == 1 ? " tensor" : " tensors").c_str(),
                 format_bytes(below.bytes).c_str());
     if (depth == 0 || level + 1 < depth) print(below, level + 1, depth);
   }
@@ -112,14 +113,18 @@ bool is_model_folder(const std::filesystem::path& path) {
 
 std::int64_t bytes_of(const CheckpointInfo::Tensor& tensor) { return count_of(tensor.shape) * bits_of(tensor.dtype) / 8; }
 
+std::string counted(std::size_t count, const char* what) { return concat(count, ' ', what, count == 1 ? "" : "s"); }
+
 int inspect(const CkptCommand& command) {
   const ckpt::Source source(command.source);
   const CheckpointInfo& info = source.info();
   const Node root = tree_of(info);
-  std::printf("%s: %s, %s tensors, %s elements, %s\n", command.source.c_str(), std::string(to_string(source.kind())).c_str(),
-              format_count(root.tensors).c_str(), format_count(root.elements).c_str(), format_bytes(root.bytes).c_str());
+  std::printf("%s: %s, %s tensor%s, %s element%s, %s\n", command.source.c_str(), std::string(to_string(source.kind())).c_str(),
+              format_count(root.tensors).c_str(), root.tensors == 1 ? "" : "s", format_count(root.elements).c_str(),
+              root.elements == 1 ? "" : "s", format_bytes(root.bytes).c_str());
   if (source.kind() == ckpt::SourceKind::kCheckpoint)
-    std::printf("format version %d, written by %d ranks\n", info.version, info.world_size);
+    std::printf("format version %d, written by %s\n", info.version,
+                counted(static_cast<std::size_t>(info.world_size), "rank").c_str());
   for (const CheckpointInfo::File& file : info.files)
     std::printf("  %-58s %10s\n", printable(file.name).c_str(), format_bytes(static_cast<std::int64_t>(file.bytes)).c_str());
   if (is_model_folder(command.source)) {
@@ -134,7 +139,6 @@ int inspect(const CkptCommand& command) {
 }
 
 int verify(const CkptCommand& command) {
-  check_value(std::filesystem::exists(command.source), "hp-ckpt", command.source.string(), " does not exist");
   std::vector<std::string> problems;
   {
     Bar bar("verify", command.quiet);
@@ -142,13 +146,14 @@ int verify(const CkptCommand& command) {
   }
   for (const std::string& problem : problems) std::printf("%s\n", printable(problem).c_str());
   if (!problems.empty()) {
-    std::printf("DAMAGED %s: %zu problems\n", command.source.c_str(), problems.size());
+    std::printf("DAMAGED %s: %s\n", command.source.c_str(), counted(problems.size(), "problem").c_str());
     return 1;
   }
   const ckpt::Source source(command.source);
   std::int64_t bytes = 0;
   for (const auto& [name, tensor] : source.info().tensors) bytes += bytes_of(tensor);
-  std::printf("WHOLE %s: %zu tensors, %s%s\n", command.source.c_str(), source.info().tensors.size(), format_bytes(bytes).c_str(),
+  std::printf("WHOLE %s: %s, %s%s\n", command.source.c_str(), counted(source.info().tensors.size(), "tensor").c_str(),
+              format_bytes(bytes).c_str(),
               source.kind() == ckpt::SourceKind::kCheckpoint ? ", checksums agree" : ", has no checksums");
   return 0;
 }
@@ -169,14 +174,14 @@ int diff(const CkptCommand& command) {
                               .progress = [&](std::uint64_t done, std::uint64_t all) { bar.show(done, all); }});
   }
   if (differences.empty()) {
-    std::printf("EQUAL: %zu tensors\n", first.info().tensors.size());
+    std::printf("EQUAL: %s\n", counted(first.info().tensors.size(), "tensor").c_str());
     return 0;
   }
   const std::size_t shown = std::min(differences.size(), static_cast<std::size_t>(command.most));
   for (std::size_t i = 0; i < shown; ++i)
     std::printf("%s: %s\n", printable(differences[i].name).c_str(), differences[i].text.c_str());
   if (shown < differences.size()) std::printf("... and %zu more\n", differences.size() - shown);
-  std::printf("DIFFERENT: %zu tensors\n", differences.size());
+  std::printf("DIFFERENT: %s\n", counted(differences.size(), "tensor").c_str());
   return 1;
 }
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from . import _C
-from .fsdp._module import FSDPModule, _states
+from .fsdp._module import FSDPModule, _states, check_bool, number
 
 
 def _unit(op: str, module: nn.Module) -> _C.Unit:
@@ -41,7 +41,13 @@ class AdamW:
         master_weights: bool = False,
     ) -> None:
         unit = _unit("AdamW", module)
-        self._optimizer = _C.AdamW(unit, lr, betas, eps, weight_decay, maximize, master_weights)
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"[AdamW] betas is {betas!r}, want two numbers")
+        check_bool("AdamW", "maximize", maximize)
+        check_bool("AdamW", "master_weights", master_weights)
+        both = number("AdamW", "betas[0]", betas[0]), number("AdamW", "betas[1]", betas[1])
+        numbers = number("AdamW", "lr", lr), both, number("AdamW", "eps", eps), number("AdamW", "weight_decay", weight_decay)
+        self._optimizer = _C.AdamW(unit, *numbers, maximize, master_weights)
 
     def step(self) -> None:
         """Updates every parameter that has a gradient. Local."""
@@ -49,6 +55,7 @@ class AdamW:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters of the tree."""
+        check_bool("zero_grad", "set_to_none", set_to_none)
         self._optimizer.zero_grad(set_to_none)
 
     @property
@@ -58,7 +65,7 @@ class AdamW:
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self._optimizer.set_lr(value)
+        self._optimizer.set_lr(number("AdamW", "lr", value))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """By parameter name: ``step`` and this rank's parts of ``exp_avg`` and ``exp_avg_sq``, which share memory with the optimizer."""
@@ -66,6 +73,8 @@ class AdamW:
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Takes over what state_dict gave for the same parameters cut the same way. Raises ValueError, and changes nothing then."""
+        if not isinstance(state, dict) or not all(isinstance(values, dict) and "step" in values for values in state.values()):
+            raise ValueError("[AdamW] state is not what state_dict gives, want a dictionary with step and tensors for each name")
         entries = [
             (name, int(values["step"]), {key: value for key, value in values.items() if key != "step"})
             for name, values in state.items()
@@ -82,8 +91,11 @@ def clip_grad_norm_(
     no sharded module, ``max_norm`` negative, ``norm_type`` not positive; RuntimeError: ``error_if_nonfinite`` and the norm is not
     finite. ``torch.nn.utils.clip_grad_norm_`` works as well.
     """
+    unit = _unit("clip_grad_norm_", module)
+    max_norm, norm_type = number("clip_grad_norm_", "max_norm", max_norm), number("clip_grad_norm_", "norm_type", norm_type)
+    check_bool("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
     meshes = {slot.mesh for state in _states(module, True) for slot in state.slots if slot.mesh is not state.mesh}
     if meshes:
         raise ValueError("[clip_grad_norm_] there are parameters that tensor parallelism has cut, want torch.nn.utils.clip_grad_norm_")
-    norm = _C.clip_grad_norm_(_unit("clip_grad_norm_", module), max_norm, norm_type, error_if_nonfinite)
+    norm = _C.clip_grad_norm_(unit, max_norm, norm_type, error_if_nonfinite)
     return torch.tensor(norm)

@@ -182,23 +182,39 @@ void bind_unit(py::module_& m) {
       .def("abandon", &PyUnit::abandon)
       .def("follow", &PyUnit::follow)
       .def("size", &PyUnit::size)
-      .def("shows_gathered", &PyUnit::shows_gathered)
+      .def("shows_gathered",
+           [](const PyUnit& self) {
+             PyUnit::abandon_lost();
+             return self.shows_gathered();
+           })
       .def("sharded", &PyUnit::sharded)
       .def("parameter", &PyUnit::parameter)
       .def("gathered", &PyUnit::gathered)
       .def("replace", &PyUnit::replace)
       .def("name", [](const PyUnit& self) { return self.handle().name(); })
       .def("is_unsharded", [](const PyUnit& self) { return self.handle().is_unsharded(); })
-      .def(
-          "unshard", [](const PyUnit& self, bool async_op) { return self.handle().unshard(async_op); }, NoLock())
-      .def(
-          "reshard", [](const PyUnit& self) { self.handle().reshard(); }, NoLock())
+      .def("unshard",
+           [](const PyUnit& self, bool async_op) {
+             PyUnit::abandon_lost();
+             const py::gil_scoped_release unlocked;
+             return self.handle().unshard(async_op);
+           })
+      .def("reshard",
+           [](const PyUnit& self) {
+             PyUnit::abandon_lost();
+             const py::gil_scoped_release unlocked;
+             self.handle().reshard();
+           })
       .def(
           "to_empty", [](const PyUnit& self) { fsdp::to_empty(self.handle()); }, NoLock())
       .def(
           "wait_for_gradients", [](const PyUnit& self) { self.handle().wait_for_gradients(); }, NoLock())
-      .def(
-          "reset_iter_state", [](const PyUnit& self, bool recursive) { self.handle().reset_iter_state(recursive); }, NoLock())
+      .def("reset_iter_state",
+           [](const PyUnit& self, bool recursive) {
+             PyUnit::abandon_lost();
+             const py::gil_scoped_release unlocked;
+             self.handle().reset_iter_state(recursive);
+           })
       .def(
           "zero_grad", [](const PyUnit& self, bool set_to_none) { self.handle().zero_grad(set_to_none); }, NoLock())
       .def("memory",

@@ -1,10 +1,13 @@
 #include "unit.h"
 
+#include <algorithm>
+#include <atomic>
 #include <limits>
 #include <unordered_map>
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include "tensors.h"
 
@@ -39,6 +42,28 @@ py::object handled_exception() {
 /// How torch.utils.checkpoint ends a recomputation of which it has seen enough.
 bool is_early_stop(const py::object& exception) {
   return std::string_view(Py_TYPE(exception.ptr())->tp_name) == "_StopRecomputationError";
+}
+
+/// A forward that has begun on this thread.
+struct Begun {
+  std::weak_ptr<PyUnit> unit;
+  int member = 0;
+  std::uint64_t id = 0;
+};
+thread_local std::vector<Begun> begun;
+
+py::object current_frame() {
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyThreadState_GetFrame(PyThreadState_Get())));
+}
+
+/// Whether this thread still runs `frame`.
+bool runs(PyObject* frame) {
+  for (py::object at = current_frame(); at;) {
+    if (at.ptr() == frame) return true;
+    at = py::reinterpret_steal<py::object>(
+        reinterpret_cast<PyObject*>(PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(at.ptr()))));
+  }
+  return false;
 }
 
 /// Takes the local part of a DTensor's gradient.
@@ -161,6 +186,7 @@ std::shared_ptr<PyUnit> PyUnit::make(const std::string& name, const std::vector<
   };
   std::vector<fsdp::ChildUnit> inner;
   for (const auto& [child, paths] : children) inner.push_back({child->handle_.unit(), paths});
+  check_value(!torch::jit::tracer::isTracing(), "fully_shard", "unit ", name, " is made under torch.jit.trace, want it before");
 
   unit->handle_ = fsdp::UnitHandle(fsdp::make_unit(name, std::move(parameters), options, inner, members));
   for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -172,6 +198,7 @@ std::shared_ptr<PyUnit> PyUnit::make(const std::string& name, const std::vector<
       own.places.emplace_back(Ref(pair.first), Ref(pair.second));
     }
   }
+  for (const auto& [child, paths] : children) child->inner_ = true;
   unit->shown_ = true;
   unit->show(false);
   // The modules own the unit; the engine must not.
@@ -231,8 +258,14 @@ void PyUnit::replace(std::size_t slot, const py::object& parameter) {
 }
 
 py::object PyUnit::enter(int member, const py::tuple& args, const py::dict& kwargs) {
+  check_value(!torch::jit::tracer::isTracing(), "fully_shard", "unit ", handle_.name(),
+              " runs under torch.jit.trace, want the plain module there: a trace would keep the parameters of this moment");
+  if (!begun.empty() && (!inner_ || !open_.at(static_cast<std::size_t>(member)).empty())) abandon_lost();
+  static std::atomic<std::uint64_t> forwards = 0;
   Open open;
   open.handled = Ref(handled_exception());
+  open.frame = Ref(current_frame());
+  open.id = ++forwards;
   {
     const py::gil_scoped_release unlocked;
     open.scope = std::make_unique<fsdp::ForwardScope>(*handle_.unit(), member);
@@ -249,6 +282,7 @@ py::object PyUnit::enter(int member, const py::tuple& args, const py::dict& kwar
       throw;
     }
   }
+  begun.push_back({weak_from_this(), member, open.id});
   open_.at(static_cast<std::size_t>(member)).push_back(std::move(open));
   return changed;
 }
@@ -258,6 +292,8 @@ PyUnit::Open PyUnit::take(int member) {
   check_value(!open.empty(), "fully_shard", "the forward of unit ", handle_.name(), " ends without having begun");
   Open last = std::move(open.back());
   open.pop_back();
+  const auto own = std::find_if(begun.rbegin(), begun.rend(), [&](const Begun& each) { return each.id == last.id; });
+  if (own != begun.rend()) begun.erase(std::next(own).base());
   return last;
 }
 
@@ -281,6 +317,21 @@ void PyUnit::abandon(int member, bool stopped_early) {
   const py::gil_scoped_release unlocked;
   if (stopped_early) open.scope->finish();
   open.scope.reset();
+}
+
+void PyUnit::abandon_lost() {
+  while (!begun.empty()) {
+    const Begun last = begun.back();
+    const auto unit = last.unit.lock();
+    std::vector<Open>* open = unit ? &unit->open_.at(static_cast<std::size_t>(last.member)) : nullptr;
+    if (open == nullptr || open->empty() || open->back().id != last.id) {
+      begun.pop_back();
+    } else if (runs(open->back().frame.get())) {
+      return;
+    } else {
+      unit->abandon(last.member, false);
+    }
+  }
 }
 
 py::object PyUnit::pre_hook(int member) {

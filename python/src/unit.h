@@ -90,6 +90,8 @@ class PyUnit : public std::enable_shared_from_this<PyUnit> {
   py::object leave(int member, const py::object& result);
   /// The call has thrown.
   void abandon(int member, bool stopped_early);
+  /// Abandons forwards of any unit on this thread that have ended without a word: torch calls no hook for a KeyboardInterrupt.
+  static void abandon_lost();
   /// Hooks for torch.nn.Module.register_forward_pre_hook (with_kwargs) and register_forward_hook (always_call).
   [[nodiscard]] py::object pre_hook(int member);
   [[nodiscard]] py::object post_hook(int member);
@@ -109,6 +111,8 @@ class PyUnit : public std::enable_shared_from_this<PyUnit> {
   struct Open {
     std::unique_ptr<fsdp::ForwardScope> scope;
     Ref handled;  ///< the exception that was being handled when the forward began
+    Ref frame;    ///< the Python frame that runs the forward
+    std::uint64_t id = 0;
   };
   void show(bool gathered);
   [[nodiscard]] Open take(int member);
@@ -119,6 +123,7 @@ class PyUnit : public std::enable_shared_from_this<PyUnit> {
   std::vector<std::vector<Open>> open_;  // by member
   bool shown_ = false;
   bool following_ = false;
+  bool inner_ = false;  ///< below another unit
 };
 
 }  // namespace hyper_parallel::python

@@ -15,12 +15,39 @@ namespace {
 constexpr std::string_view kStep = "step-";
 constexpr std::string_view kRemoved = ".removed-";
 
+/// Whether `name` is `pattern`, in which '#' stands for digits.
+bool fits(std::string_view name, std::string_view pattern) {
+  for (const char c : pattern) {
+    const std::size_t length = c == '#'              ? std::min(name.find_first_not_of("0123456789"), name.size())
+                               : name.starts_with(c) ? 1
+                                                     : 0;
+    if (length == 0) return false;
+    name.remove_prefix(length);
+  }
+  return name.empty();
+}
+
+/// The first name in a folder that none of its kind has; empty if there is none.
+std::string foreign_name(const std::filesystem::path& folder, const FolderKind& kind) {
+  std::vector<std::string> foreign;
+  std::error_code error;
+  for (auto entry = std::filesystem::directory_iterator(folder, error); !error && entry != std::filesystem::directory_iterator();
+       entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    const bool known = std::ranges::any_of(kind.names, [&](const std::string& pattern) { return fits(name, pattern); });
+    std::error_code ignored;
+    if (!known || !std::filesystem::is_regular_file(entry->symlink_status(ignored))) foreign.push_back(name);
+  }
+  return foreign.empty() ? std::string() : std::ranges::min(foreign);
+}
+
 }  // namespace
 
 std::filesystem::path target_path(const std::filesystem::path& path) {
+  check_value(!path.empty(), "ckpt.save", "the path is \"\", want a folder");
   std::filesystem::path target = std::filesystem::absolute(path).lexically_normal();
   if (!target.has_filename()) target = target.parent_path();
-  check_value(!path.empty() && target.has_filename(), "ckpt.save", "\"", path.string(), "\" is no name for a folder");
+  check_value(target.has_filename(), "ckpt.save", "\"", path.string(), "\" is no name for a folder");
   return target;
 }
 
@@ -28,22 +55,39 @@ std::filesystem::path partial_path(const std::filesystem::path& target) {
   return target.parent_path() / concat('.', target.filename().string(), ".partial");
 }
 
-void begin_commit(const std::filesystem::path& target, bool overwrite, const std::string& mark, std::string_view op) {
+const FolderKind& checkpoint_folder() {
+  static const FolderKind kind{kInfoFile, {kInfoFile, "rank-#.safetensors"}};
+  return kind;
+}
+
+std::string in_the_way(const std::filesystem::path& target, const FolderKind& kind) {
+  std::error_code ignored;
+  const std::filesystem::file_status status = std::filesystem::symlink_status(target, ignored);
+  if (!std::filesystem::exists(status)) return {};
+  if (std::filesystem::is_directory(status) && std::filesystem::is_empty(target, ignored)) return {};
+  if (!std::filesystem::exists(target / kind.mark, ignored))
+    return concat(std::filesystem::is_directory(target, ignored) ? "holds" : "is", " something else than ",
+                  kind.mark == kInfoFile ? "a checkpoint" : concat("a folder with ", kind.mark));
+  const std::string foreign = foreign_name(target, kind);
+  return foreign.empty() ? foreign : concat("holds ", foreign, " besides what would be written");
+}
+
+void begin_commit(const std::filesystem::path& target, bool overwrite, const FolderKind& kind, std::string_view op) {
   std::error_code ignored;
   const bool there = std::filesystem::exists(target, ignored) && !std::filesystem::is_empty(target, ignored);
   check_value(!there || overwrite, op, target.string(), " is there already, want another name or overwrite = true");
-  check_value(!there || std::filesystem::exists(target / mark, ignored), op, target.string(), " holds something else than ",
-              mark == kInfoFile ? "a checkpoint" : concat("a folder with ", mark), ", which is not overwritten");
+  const std::string why = in_the_way(target, kind);
+  check_value(why.empty(), op, target.string(), ' ', why, ", which is not overwritten");
   make_folders(target.parent_path());
   if (std::filesystem::exists(partial_path(target), ignored)) remove_tree(partial_path(target));
   make_folder(partial_path(target));
 }
 
-void finish_commit(const std::filesystem::path& target, const std::string& mark) {
+void finish_commit(const std::filesystem::path& target, const FolderKind& kind) {
   const std::filesystem::path partial = partial_path(target);
   sync_folder(partial);
   std::error_code ignored;
-  if (std::filesystem::exists(target / mark, ignored)) {
+  if (std::filesystem::exists(target / kind.mark, ignored)) {
     exchange_paths(partial, target);
     sync_folder(target.parent_path());
     remove_tree(partial);

@@ -7,6 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include <hyper_parallel/core/export.h>
+
 namespace hyper_parallel::ckpt {
 
 /// Absolute, without a slash at the end. ValueError: no name.
@@ -14,14 +16,22 @@ namespace hyper_parallel::ckpt {
 /// Where it is written until it is complete.
 [[nodiscard]] std::filesystem::path partial_path(const std::filesystem::path& target);
 
-inline constexpr const char* kCheckpointMark = "checkpoint.json";  ///< the file that makes a folder a checkpoint
+/// Folders that replace each other.
+struct FolderKind {
+  std::string mark;                ///< the file that makes a folder one of them
+  std::vector<std::string> names;  ///< of all its files; '#' stands for digits
+};
+[[nodiscard]] HP_API const FolderKind& checkpoint_folder();
+
+/// Why a folder of this kind must not take the place of what is at `target`: in words that follow its name; empty if it may.
+/// Nothing, an empty folder, and one of the same kind without any other file may be replaced.
+[[nodiscard]] HP_API std::string in_the_way(const std::filesystem::path& target, const FolderKind& kind);
 
 /// Makes the partial folder, anew if an attempt was broken off. ValueError: something is in the way, see SaveOptions::overwrite.
-/// \param mark only a folder with this file is replaced
-void begin_commit(const std::filesystem::path& target, bool overwrite, const std::string& mark = kCheckpointMark,
+void begin_commit(const std::filesystem::path& target, bool overwrite, const FolderKind& kind = checkpoint_folder(),
                   std::string_view op = "ckpt.save");
 /// Brings the partial folder to the disk and gives it its name.
-void finish_commit(const std::filesystem::path& target, const std::string& mark = kCheckpointMark);
+void finish_commit(const std::filesystem::path& target, const FolderKind& kind = checkpoint_folder());
 /// Removes the partial folder; errors are passed over.
 void abandon_commit(const std::filesystem::path& target) noexcept;
 

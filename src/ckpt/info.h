@@ -19,6 +19,10 @@ inline constexpr int kFormatVersion = 1;
 /// verify, telling how many bytes have been compared.
 [[nodiscard]] std::vector<std::string> verify_showing(const std::filesystem::path& path, const OnProgress& progress);
 
+/// CheckpointError: nothing is at `path`, it is pickled, or nothing about it looks like one of the kinds of sources. What is no
+/// checkpoint is not a damaged one.
+void refuse_foreign(const std::filesystem::path& path);
+
 /// What the tensors of safetensors files are, each of them one piece. Names of files are relative to `folder`.
 [[nodiscard]] CheckpointInfo info_of_set(const std::filesystem::path& folder, const SafetensorsSet& set);
 

@@ -100,12 +100,12 @@ std::uint64_t bytes_of_all(const std::vector<Renamed>& tensors) {
 
 /// Runs `write` between the beginning and the end of a commit.
 template <class F>
-void committed(const std::filesystem::path& path, bool overwrite, const std::string& mark, F&& write) {
+void committed(const std::filesystem::path& path, bool overwrite, const FolderKind& kind, F&& write) {
   const std::filesystem::path target = target_path(path);
-  begin_commit(target, overwrite, mark, kOp);
+  begin_commit(target, overwrite, kind, kOp);
   try {
     write(partial_path(target));
-    finish_commit(target, mark);
+    finish_commit(target, kind);
   } catch (...) {
     abandon_commit(target);
     throw;
@@ -138,7 +138,7 @@ void write_checkpoint_of(const Source& source, const std::filesystem::path& targ
   std::map<std::string_view, const Renamed*> by_name;
   for (const Renamed& tensor : tensors) by_name[tensor.to.name] = &tensor;
   Copier copier(source, options, bytes_of_all(tensors));
-  committed(target, options.overwrite, kInfoFile, [&](const std::filesystem::path& folder) {
+  committed(target, options.overwrite, checkpoint_folder(), [&](const std::filesystem::path& folder) {
     std::vector<std::string> checksums(static_cast<std::size_t>(options.ranks));
     for (int rank = 0; rank < options.ranks; ++rank) {
       const std::vector<TensorSpec> specs = specs_of(plan, rank);
@@ -172,7 +172,8 @@ void write_dcp_of(const Source& source, const std::filesystem::path& target, con
     std::snprintf(text, sizeof(text), "shard-%05d-model-00001-of-00001.safetensors", rank + 1);
     return std::string(text);
   };
-  committed(target, options.overwrite, name_of(0), [&](const std::filesystem::path& folder) {
+  const FolderKind kind{name_of(0), {"shard-#-model-#-of-#.safetensors"}};
+  committed(target, options.overwrite, kind, [&](const std::filesystem::path& folder) {
     for (int rank = 0; rank < options.ranks; ++rank) {
       std::vector<TensorSpec> specs;
       nlohmann::json sharding = nlohmann::json::object();
@@ -198,6 +199,7 @@ void write_dcp_of(const Source& source, const std::filesystem::path& target, con
 }
 
 std::vector<std::string> verify_source(const std::filesystem::path& path, const OnProgress& progress) {
+  refuse_foreign(path);
   std::vector<std::string> problems;
   try {
     const Source source(path);

@@ -13,6 +13,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "ckpt/commit.h"
 #include "ckpt/info.h"
 #include "ckpt/plan.h"
 #include "ckpt/runs.h"
@@ -92,6 +93,27 @@ std::vector<std::string> safetensors_in(const std::filesystem::path& folder) {
   return names;
 }
 
+/// Whether a file begins as safetensors files do: a length that fits into it, and an object.
+bool begins_like_safetensors(const std::filesystem::path& file) {
+  std::array<unsigned char, 9> first{};
+  std::ifstream in(file, std::ios::binary);
+  if (!in.read(reinterpret_cast<char*>(first.data()), first.size())) return false;
+  std::uint64_t length = 0;
+  for (std::size_t i = 8; i-- > 0;) length = length << 8 | first[i];
+  std::error_code error;
+  const std::uintmax_t size = std::filesystem::file_size(file, error);
+  return !error && first[8] == '{' && length <= kMaxHeaderBytes && length <= size - 8;
+}
+
+/// Where the checkpoints of a run are, for one who points to its folder.
+std::string hint(const std::filesystem::path& folder) {
+  for (const std::filesystem::path& place : {folder, folder / "checkpoints"}) {
+    const std::vector<std::int64_t> steps = steps_in(place);
+    if (!steps.empty()) return concat("; its last checkpoint is ", (place / step_name(steps.back())).string());
+  }
+  return {};
+}
+
 bool is_dcp(const std::filesystem::path& folder, const std::vector<std::string>& names) {
   return !names.empty() && SafetensorsFile(folder / names.front()).header().metadata.contains(kShardingInfo);
 }
@@ -141,6 +163,22 @@ void refuse_pickle(const std::filesystem::path& path) {
   }
 }
 
+void refuse_foreign(const std::filesystem::path& path) {
+  std::error_code ignored;
+  const auto refuse = [&](const auto&... what) { throw CheckpointError(concat("[ckpt] ", path.string(), ": ", what...)); };
+  if (!std::filesystem::exists(path, ignored)) refuse("does not exist");
+  refuse_pickle(path);
+  if (std::filesystem::is_directory(path, ignored)) {
+    const bool known = std::filesystem::exists(path / kInfoFile, ignored) || !safetensors_in(path).empty() ||
+                       std::filesystem::exists(path / "model.safetensors.index.json", ignored);
+    if (!known) refuse("holds neither ", kInfoFile, " nor safetensors files", hint(path));
+    return;
+  }
+  if (!std::filesystem::is_regular_file(path, ignored)) refuse("is neither a folder nor a file");
+  if (path.extension() != ".safetensors" && !begins_like_safetensors(path))
+    refuse("is no safetensors file, want one, or the folder of a checkpoint or model");
+}
+
 struct Source::Impl {
   SourceKind kind = SourceKind::kSafetensors;
   std::filesystem::path path, folder;
@@ -165,8 +203,7 @@ struct Source::Impl {
 Source::Source(const std::filesystem::path& path) : impl_(std::make_shared<Impl>()) {
   impl_->path = impl_->folder = path;
   std::error_code ignored;
-  if (!std::filesystem::exists(path, ignored)) throw CheckpointError(concat("[ckpt] ", path.string(), ": does not exist"));
-  refuse_pickle(path);
+  refuse_foreign(path);
   if (std::filesystem::exists(path / kInfoFile, ignored)) {
     impl_->kind = SourceKind::kCheckpoint;
     impl_->info = read_info(path);

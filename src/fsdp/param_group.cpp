@@ -99,7 +99,7 @@ void ParamGroup::fill_shard(const std::vector<ParameterSlot>& slots) {
     parameter.whole_shape = options_.source.empty() ? parameter.full_shape : options_.source[i].whole_shape;
     parameter.full = slots[i].parameter;
     parameter.trainable = slots[i].parameter.requires_grad();
-    parameter.home = shard_.narrow(0, slice.shard_offset, slice.numel).view(slice.shape);
+    parameter.home = part_of_flat(shard_, slice.shard_offset, slice.numel, slice.shape);
     parameter.uninitialised = slots[i].parameter.is_meta();
     if (!parameter.uninitialised && slice.numel > 0) parameter.home.copy_(own_part(slots[i].parameter.detach(), i));
     parameters_.push_back(std::move(parameter));
@@ -175,10 +175,10 @@ std::string ParamGroup::describe(std::size_t i) const {
 
 bool ParamGroup::readopt() {
   bool any = false;
-  const auto* storage = shard_.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     auto& parameter = parameters_[i];
     auto* leaf = parameter.sharded.unsafeGetTensorImpl();
+    const auto* storage = parameter.home.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
     if (leaf->storage().unsafeGetStorageImpl() == storage && leaf->sizes() == parameter.home.sizes()) continue;
     const at::Tensor& moved = parameter.sharded;
     check_value(

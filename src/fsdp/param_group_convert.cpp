@@ -14,7 +14,7 @@ void ParamGroup::rehome() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     auto& parameter = parameters_[i];
     const auto& slice = layout_.slice(i, rank_);
-    parameter.home = shard_.narrow(0, slice.shard_offset, slice.numel).view(slice.shape);
+    parameter.home = part_of_flat(shard_, slice.shard_offset, slice.numel, slice.shape);
     become(parameter.sharded, parameter.home);
   }
 }

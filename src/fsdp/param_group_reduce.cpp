@@ -110,7 +110,7 @@ void ParamGroup::ensure_grad() {
   grad_.zero_();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& slice = layout_.slice(i, rank_);
-    parameters_[i].grad_home = grad_.narrow(0, slice.shard_offset, slice.numel).view(slice.shape);
+    parameters_[i].grad_home = part_of_flat(grad_, slice.shard_offset, slice.numel, slice.shape);
   }
 }
 
@@ -177,8 +177,13 @@ bool ParamGroup::any_grad() {
                      [&](ManagedParameter& parameter) { return gradient(parameter).defined(); });
 }
 
-/// Somebody but the flat gradient's own views refers to it.
-bool ParamGroup::kept_elsewhere() const { return grad_.defined() && grad_.storage().use_count() > 1 + parameters_.size(); }
+/// Somebody but us refers to the flat gradient or to a part of it.
+bool ParamGroup::kept_elsewhere() const {
+  return grad_.defined() && (grad_.storage().use_count() > 1 + parameters_.size() ||
+                             std::any_of(parameters_.begin(), parameters_.end(), [](const ManagedParameter& parameter) {
+                               return parameter.grad_home.storage().use_count() > 1;
+                             }));
+}
 
 /// Brings the flat gradient into the state that the leaves' .grad describe, on top of what it holds if that is to be kept; true
 /// when the new result must be added to it.
@@ -191,7 +196,7 @@ bool ParamGroup::prepare_grad(bool keep) {
   for (auto& parameter : parameters_) {
     at::Tensor& grad = gradient(parameter);
     if (grad.defined()) {
-      if (same_storage(grad, grad_)) continue;
+      if (same_storage(grad, parameter.grad_home)) continue;
       keep ? parameter.grad_home.add_(grad.detach()) : parameter.grad_home.copy_(grad.detach());
       grad = parameter.grad_home.variable_data();
       gradient_changed(parameter);
@@ -426,7 +431,7 @@ void ParamGroup::install_grad(std::size_t i) {
   auto& parameter = parameters_[i];
   at::Tensor& grad = gradient(parameter);
   if (grad.defined()) {
-    if (same_storage(grad, grad_)) {
+    if (same_storage(grad, parameter.grad_home)) {
       if (parameter.leaf) parameter.leaf->grad_arrived();
       return;
     }

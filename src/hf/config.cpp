@@ -9,6 +9,7 @@
 
 #include "ckpt/file.h"
 #include "ckpt/strict_json.h"
+#include "hf/json_reader.h"
 
 namespace hyper_parallel::hf {
 namespace {
@@ -18,22 +19,15 @@ using nlohmann::json;
 constexpr std::uint64_t kMaxConfigBytes = 16 << 20;
 constexpr std::int64_t kMaxSize = std::int64_t{1} << 31;
 
-/// Fields of an object that nobody has checked. A field that is null counts as absent.
-class Fields {
+/// Fields of one object.
+class Fields : public JsonReader {
  public:
-  Fields(const json& object, std::string file) : object_(object), file_(std::move(file)) {}
+  Fields(const json& object, std::string file) : JsonReader(std::move(file)), object_(object) {}
 
-  [[nodiscard]] const json* find(const char* name) const {
-    const auto found = object_.find(name);
-    return found == object_.end() || found->is_null() ? nullptr : &*found;
-  }
-  template <class... Args>
-  [[noreturn]] void refuse(const Args&... what) const {
-    throw CheckpointError(concat("[hf] ", file_, ": ", what...));
-  }
-  template <class... Args>
-  void want(bool supported, const Args&... what) const {
-    check_value(supported, "hf", file_, ": ", what...);
+  [[nodiscard]] const json* find(const char* name) const { return JsonReader::find(object_, name); }
+  [[nodiscard]] bool boolean(const char* name, bool otherwise) const { return flag(object_, name, otherwise); }
+  [[nodiscard]] std::string text(const char* name, const std::string& otherwise) const {
+    return JsonReader::text(object_, name, otherwise);
   }
   std::int64_t integer(const char* name, std::optional<std::int64_t> otherwise, std::int64_t min,
                        std::int64_t max = kMaxSize) const {
@@ -50,18 +44,6 @@ class Fields {
     const double got = value->is_number() ? value->get<double>() : std::numeric_limits<double>::quiet_NaN();
     if (!(got > min) || got > 1e30) refuse(name, " is ", value->dump(), ", want a number > ", min);
     return got;
-  }
-  bool boolean(const char* name, bool otherwise) const {
-    const json* value = find(name);
-    if (value == nullptr) return otherwise;
-    if (!value->is_boolean()) refuse(name, " is ", value->dump(), ", want true or false");
-    return value->get<bool>();
-  }
-  std::string text(const char* name, const std::string& otherwise) const {
-    const json* value = find(name);
-    if (value == nullptr) return otherwise;
-    if (!value->is_string()) refuse(name, " is ", value->dump(), ", want a string");
-    return value->get<std::string>();
   }
   std::vector<std::int64_t> integers(const char* name) const {
     const json* value = find(name);
@@ -83,7 +65,6 @@ class Fields {
   }
 
   const json& object_;
-  std::string file_;
 };
 
 double yarn_scale(double factor, double mscale) { return factor <= 1 ? 1.0 : 0.1 * mscale * std::log(factor) + 1.0; }

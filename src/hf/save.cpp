@@ -22,7 +22,7 @@ namespace {
 using ckpt::TensorSpec;
 
 constexpr std::string_view kOp = "hf.save_model";
-constexpr const char* kMark = "config.json";
+constexpr const char* kConfig = "config.json";
 constexpr std::size_t kConvertAtOnce = 4 << 20;  // elements
 
 /// What is written where.
@@ -76,9 +76,19 @@ Folder plan_folder(const std::vector<TensorSpec>& specs, const std::string& pref
         !name.empty() && name != "." && name != ".." && name.find('/') == std::string::npos && !name.ends_with(".safetensors");
     check_value(plain, kOp, "\"", name, "\" is no name for a file beside the weights");
   }
-  folder.texts[kMark] = config_json(config);
+  folder.texts[kConfig] = config_json(config);
   if (!folder.files.index.empty()) folder.texts["model.safetensors.index.json"] = folder.files.index;
   return folder;
+}
+
+/// What such folders hold: files that we write, or that hp-ckpt puts beside them, and those of `folder`.
+ckpt::FolderKind kind_of(const Folder& folder) {
+  ckpt::FolderKind kind{
+      kConfig,
+      {kConfig, "model.safetensors", "model-#-of-#.safetensors", "model.safetensors.index.json", "tokenizer.json",
+       "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"}};
+  for (const auto& [name, text] : folder.texts) kind.names.push_back(name);
+  return kind;
 }
 
 /// The files of a folder that is being written, opened as they are needed.
@@ -173,7 +183,7 @@ void save_model(const std::filesystem::path& path, const ckpt::StateDict& state,
         comm, kOp,
         [&] {
           if (first) {
-            ckpt::begin_commit(target, options.overwrite, kMark, kOp);
+            ckpt::begin_commit(target, options.overwrite, kind_of(folder), kOp);
             files.create(true);
           }
           return std::string();
@@ -200,7 +210,7 @@ void save_model(const std::filesystem::path& path, const ckpt::StateDict& state,
         [&] {
           if (first) {
             files.write_texts();
-            ckpt::finish_commit(target, kMark);
+            ckpt::finish_commit(target, kind_of(folder));
           }
           return std::string();
         },
@@ -224,7 +234,7 @@ void export_model(const ckpt::Source& source, const std::filesystem::path& path,
   std::uint64_t all = 0, done = 0;
   for (const TensorSpec& spec : specs)
     all += static_cast<std::uint64_t>(ckpt::whole_box(spec.shape).numel() * bits_of(spec.dtype) / 8);
-  ckpt::begin_commit(target, options.overwrite, kMark, kOp);
+  ckpt::begin_commit(target, options.overwrite, kind_of(folder), kOp);
   try {
     Files files(folder, ckpt::partial_path(target));
     files.create(false);
@@ -244,7 +254,7 @@ void export_model(const ckpt::Source& source, const std::filesystem::path& path,
     }
     files.finish();
     files.write_texts();
-    ckpt::finish_commit(target, kMark);
+    ckpt::finish_commit(target, kind_of(folder));
   } catch (...) {
     ckpt::abandon_commit(target);
     throw;

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "ckpt/strict_json.h"
+#include "hf/json_reader.h"
 #include "hf/tokenizer_impl.h"
 
 namespace hyper_parallel::hf {
@@ -17,9 +18,9 @@ constexpr std::int64_t kMaxId = std::int64_t{1} << 31;
 constexpr const char* kByteLevelPattern = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
 /// Reads one file into an Impl.
-class Reader {
+class Reader : private JsonReader {
  public:
-  Reader(Tokenizer::Impl& impl, std::string file) : impl_(impl), file_(std::move(file)) {}
+  Reader(Tokenizer::Impl& impl, std::string file) : JsonReader(std::move(file)), impl_(impl) {}
 
   void read(const json& all) {
     if (!all.is_object()) refuse("is no JSON object");
@@ -36,37 +37,11 @@ class Reader {
 
  private:
   template <class... Args>
-  [[noreturn]] void refuse(const Args&... what) const {
-    throw CheckpointError(concat("[hf] ", file_, ": ", what...));
-  }
-  template <class... Args>
-  void want(bool supported, const Args&... what) const {
-    check_value(supported, "hf", file_, ": ", what...);
-  }
-  template <class... Args>
   [[noreturn]] void unsupported(const Args&... what) const {
-    throw ValueError(concat("[hf] ", file_, ": ", what...));
+    throw ValueError(concat("[hf] ", file(), ": ", what...));
   }
 
-  static bool is_null(const json& from, const char* name) { return !from.contains(name) || from[name].is_null(); }
-  const json& object(const json& from, const char* name) const {
-    if (!from.contains(name) || !from[name].is_object()) refuse("has no object \"", name, "\" where one belongs");
-    return from[name];
-  }
-  const json& list(const json& from, const char* name) const {
-    if (!from.contains(name) || !from[name].is_array()) refuse("has no list \"", name, "\" where one belongs");
-    return from[name];
-  }
-  std::string text(const json& from, const char* name) const {
-    if (!from.is_object() || !from.contains(name) || !from[name].is_string())
-      refuse("has no string \"", name, "\" where one belongs");
-    return from[name].get<std::string>();
-  }
-  bool flag(const json& from, const char* name, bool otherwise) const {
-    if (is_null(from, name)) return otherwise;
-    if (!from[name].is_boolean()) refuse(name, " is ", from[name].dump(), ", want true or false");
-    return from[name].get<bool>();
-  }
+  static bool is_null(const json& from, const char* name) { return find(from, name) == nullptr; }
   std::int64_t id(const json& value, const std::string& token) const {
     if (!value.is_number_unsigned() || value.get<std::uint64_t>() >= static_cast<std::uint64_t>(kMaxId))
       refuse("token ", json(token).dump(), " has id ", value.dump(), ", want an integer of 0 to ", kMaxId - 1);
@@ -168,17 +143,17 @@ class Reader {
     if (type == "ByteLevel") {
       byte_level_ = true;
       if (flag(step, "add_prefix_space", true)) impl_.pre_tokenizer.emplace_back(PrefixStep{});
-      if (flag(step, "use_regex", true)) impl_.pre_tokenizer.emplace_back(SplitStep{Regex(kByteLevelPattern, file_)});
+      if (flag(step, "use_regex", true)) impl_.pre_tokenizer.emplace_back(SplitStep{Regex(kByteLevelPattern, file())});
     } else if (type == "Digits") {
       const bool each = flag(step, "individual_digits", false);
-      impl_.pre_tokenizer.emplace_back(SplitStep{Regex(each ? "\\p{N}" : "\\p{N}+", file_)});
+      impl_.pre_tokenizer.emplace_back(SplitStep{Regex(each ? "\\p{N}" : "\\p{N}+", file())});
     } else if (type == "Split") {
       const std::string behavior = text(step, "behavior");
       want(behavior == "Isolated" || behavior == "Removed", "Split has behavior ", json(behavior).dump(),
            ", want Isolated or Removed");
       const json& pattern = object(step, "pattern");
       const bool regex = pattern.contains("Regex");
-      Regex compiled = regex ? Regex(text(pattern, "Regex"), file_) : Regex::literal(text(pattern, "String"), file_);
+      Regex compiled = regex ? Regex(text(pattern, "Regex"), file()) : Regex::literal(text(pattern, "String"), file());
       impl_.pre_tokenizer.emplace_back(SplitStep{std::move(compiled), behavior == "Removed", flag(step, "invert", false)});
     } else {
       unsupported("the pre_tokenizer ", json(type).dump(), " is not supported, want ByteLevel, Split or Digits");
@@ -213,7 +188,6 @@ class Reader {
   }
 
   Tokenizer::Impl& impl_;
-  std::string file_;
   bool byte_level_ = false;
 };
 

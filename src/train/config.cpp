@@ -265,7 +265,10 @@ std::string to_toml(const Config& config) {
 
 void assign_text(const Field& field, const std::string& text, const std::string& where) {
   auto fail = [&] {
-    throw ValueError(fmt::format("[config] {} = {}, want {} ({})", field.name(), excerpt(text), wanted(field), where));
+    // Digits that are no integer are too many.
+    const bool digits = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+    const bool large = digits && std::holds_alternative<std::int64_t*>(field.value);
+    throw ValueError(fmt::format("[config] {} = {}, want {} ({})", field.name(), excerpt(text), wanted(field, large), where));
   };
   auto* string = std::get_if<std::string*>(&field.value);
   const bool bare = string != nullptr && (text.empty() || (text.front() != '"' && text.front() != '\''));

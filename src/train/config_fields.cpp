@@ -221,12 +221,12 @@ std::string to_toml_value(const Field& field) {
                     field.value);
 }
 
-std::string wanted(const Field& field) {
+std::string wanted(const Field& field, bool limits) {
   const Rule& rule = field.rule;
   auto range = [&](std::string_view what, double limit) {
     std::string text(what);
     if (rule.min > -limit) text += fmt::format(" {} {}", rule.above ? ">" : ">=", rule.min);
-    if (rule.max < limit) text += fmt::format("{} <= {}", rule.min > -limit ? " and" : "", rule.max);
+    if (rule.max < limit || limits) text += fmt::format("{} <= {}", rule.min > -limit ? " and" : "", rule.max);
     return text;
   };
   return std::visit(Overloaded{
@@ -257,7 +257,9 @@ void check_rule(const Field& field, const std::string& where) {
                                    [](const std::vector<std::string>*) { return true; },
                                },
                                field.value);
-  check_value(fine, "config", field.name(), " = ", to_toml_value(field), ", want ", wanted(field), " (", where, ")");
+  const auto* integer = std::get_if<std::int64_t*>(&field.value);
+  const bool above = integer != nullptr && static_cast<double>(**integer) > rule.max;
+  check_value(fine, "config", field.name(), " = ", to_toml_value(field), ", want ", wanted(field, above), " (", where, ")");
 }
 
 }  // namespace hyper_parallel::train

@@ -32,8 +32,8 @@ struct Field {
 [[nodiscard]] std::vector<Field> fields_of(Config& config);
 /// The field's value as TOML.
 [[nodiscard]] std::string to_toml_value(const Field& field);
-/// "an integer >= 1", "one of ragged, per_parameter".
-[[nodiscard]] std::string wanted(const Field& field);
+/// "an integer >= 1", "one of ragged, per_parameter". \param limits names the largest integer, which few need to know
+[[nodiscard]] std::string wanted(const Field& field, bool limits = false);
 /// ValueError unless the field's value obeys its rule.
 void check_rule(const Field& field, const std::string& where);
 /// Sets the field from text (command line): numbers and booleans as in TOML, strings bare or quoted, lists as in TOML.

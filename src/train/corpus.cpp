@@ -93,17 +93,20 @@ std::int64_t Corpus::files() const { return static_cast<std::int64_t>(impl_->fil
 void Corpus::read(std::int64_t offset, std::span<std::int64_t> out) const {
   check_value(offset >= 0 && static_cast<std::int64_t>(out.size()) <= size() - offset, "data", "read of ", out.size(),
               " bytes at ", offset, ", want them inside ", size());
-  const std::vector<std::int64_t>& ends = impl_->ends;
-  auto file = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), offset) - ends.begin());
-  std::size_t done = 0;
-  while (done < out.size()) {
-    const std::span<const unsigned char> bytes = impl_->files[file].bytes();
-    const auto start = static_cast<std::size_t>(offset) + done - (static_cast<std::size_t>(ends[file]) - bytes.size());
-    const std::size_t count = std::min(out.size() - done, bytes.size() - start);
-    std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(start), count, out.begin() + static_cast<std::ptrdiff_t>(done));
+  for (std::size_t done = 0; done < out.size();) {
+    const std::span<const std::byte> bytes = bytes_at(offset + static_cast<std::int64_t>(done));
+    const std::size_t count = std::min(out.size() - done, bytes.size());
+    std::ranges::transform(bytes.first(count), out.begin() + static_cast<std::ptrdiff_t>(done),
+                           [](std::byte byte) { return std::to_integer<std::int64_t>(byte); });
     done += count;
-    ++file;
   }
+}
+
+std::span<const std::byte> Corpus::bytes_at(std::int64_t offset) const {
+  check_value(offset >= 0 && offset < size(), "data", "offset is ", offset, ", want one inside ", size());
+  const std::vector<std::int64_t>& ends = impl_->ends;
+  const auto file = static_cast<std::size_t>(std::ranges::upper_bound(ends, offset) - ends.begin());
+  return std::as_bytes(impl_->files[file].bytes()).last(static_cast<std::size_t>(ends[file] - offset));
 }
 
 }  // namespace hyper_parallel::train

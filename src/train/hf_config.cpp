@@ -7,6 +7,23 @@
 #include <string>
 
 namespace hyper_parallel::train {
+namespace {
+
+/// ValueError that names what a Qwen3 MoE has not.
+void check_qwen3_moe(const ModelConfig& model) {
+  std::string text;
+  const auto want = [&](bool fine, const char* key, const auto& got, const char* wanted) {
+    if (!fine) text += concat(text.empty() ? "" : "; ", "model.", key, " = ", got, ", want ", wanted);
+  };
+  want(model.qk_norm, "qk_norm", "false", "true");
+  want(model.shared_ffn_dim == 0, "shared_ffn_dim", model.shared_ffn_dim, "0");
+  want(model.router == "softmax", "router", concat('"', model.router, '"'), "\"softmax\"");
+  want(model.route_scale == 1.0, "route_scale", model.route_scale, "1");
+  want(model.bias_update_speed == 0, "bias_update_speed", model.bias_update_speed, "0");
+  check_value(text.empty(), "hf", "a model with experts is a Qwen3 MoE elsewhere: ", text);
+}
+
+}  // namespace
 
 ModelConfig model_config_of(const hf::Config& config) {
   const hf::RopeScaling& rope = config.rope_scaling;
@@ -67,12 +84,7 @@ hf::Config hf_config_of(const ModelConfig& model) {
   config.attention_bias = model.attention_bias;
   config.tie_word_embeddings = model.tied;
   if (model.n_experts > 0) {
-    const bool plain =
-        model.shared_ffn_dim == 0 && model.router == "softmax" && model.route_scale == 1.0 && model.bias_update_speed == 0;
-    check_value(model.qk_norm && plain, "hf",
-                "a model with experts is a Qwen3 MoE elsewhere, want qk_norm = true, shared_ffn_dim = 0, router = \"softmax\", "
-                "route_scale = 1 "
-                "and bias_update_speed = 0");
+    check_qwen3_moe(model);
     config.family = hf::Family::kQwen3Moe;
     config.num_experts = model.n_experts;
     config.num_experts_per_tok = model.top_k;

@@ -85,7 +85,7 @@ std::int64_t parameter_count(const ModelConfig& model) {
 }
 
 std::int64_t MemoryPlan::total() const {
-  return engine.shards + engine.gradients + engine.pool + engine.optimizer_state + activations;
+  return engine.shards + engine.gradients + engine.pool + engine.optimizer_state + engine.staging + activations;
 }
 
 std::int64_t optimizer_bytes(const Config& config) {

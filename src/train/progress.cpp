@@ -54,10 +54,13 @@ std::string memory_table(const Config& config, const BatchPlan& batches, const E
   if (batches.tp > 1) axes += fmt::format(", tp {}", batches.tp);
   if (batches.ep > 1) axes += fmt::format(", ep {}", batches.ep);
   text += fmt::format("Memory plan of one of {} ranks ({})\n", batches.world(), axes);
-  const std::pair<const char*, std::int64_t> rows[] = {
-      {"parameter shards", engine.shards},          {"gradient shards", engine.gradients},
-      {"optimizer state", engine.optimizer_state},  {"gather and reduce buffers", engine.pool},
-      {"activations (estimate)", plan.activations}, {"total, without torch itself", plan.total()}};
+  std::vector<std::pair<const char*, std::int64_t>> rows = {{"parameter shards", engine.shards},
+                                                            {"gradient shards", engine.gradients},
+                                                            {"optimizer state", engine.optimizer_state},
+                                                            {"gather and reduce buffers", engine.pool},
+                                                            {"activations (estimate)", plan.activations}};
+  if (engine.staging > 0) rows.emplace_back("checkpoint buffer (about)", engine.staging);
+  rows.emplace_back("total, without torch itself", plan.total());
   for (const auto& [name, bytes] : rows) text += fmt::format("  {:<28} {:>10}\n", name, format_bytes(bytes));
   const MemoryPlan uncut = plan_memory(config, {.micro_batch = batches.micro_batch}, {});
   const std::int64_t whole = 2 * 4 * count + optimizer_bytes(config) + uncut.activations;

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <map>
 #include <mutex>
+#include <set>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -15,7 +18,9 @@
 #include <hyper_parallel/fsdp/init.h>
 #include <hyper_parallel/mesh/device_mesh.h>
 #include <hyper_parallel/train/agree.h>
-#include <hyper_parallel/train/progress.h>
+
+#include "ckpt/commit.h"
+#include "ckpt/crc32c.h"
 
 namespace hyper_parallel::train {
 namespace {
@@ -37,46 +42,46 @@ auto alike(F&& f) {
   }
 }
 
-/// Settings that a checkpoint is bound to: another value would be another run.
-bool matters(const FieldInfo& field) {
-  static const std::map<std::string, std::vector<std::string>> kSome = {{"data", {"seq_len", "validation_fraction"}},
-                                                                        {"train", {"seed", "batch_size"}}};
-  if (field.section == "model" || field.section == "optim" || field.section == "precision") return true;
-  const auto some = kSome.find(field.section);
-  return some != kSome.end() && std::find(some->second.begin(), some->second.end(), field.key) != some->second.end();
-}
-
 std::string key_of(const FieldInfo& field) { return concat(field.section, '.', field.key); }
+
+/// Settings that a checkpoint is bound to: with another value its weights would be another function, its optimizer state would
+/// mean something else, or its position in the text another place.
+bool binds(const FieldInfo& field) {
+  static const std::set<std::string> kOthers = {"data.seq_len", "data.validation_fraction", "train.seed", "train.batch_size"};
+  static const std::set<std::string> kFree = {"optim.lr",          "optim.schedule",     "optim.min_lr_ratio",
+                                              "optim.decay_share", "optim.warmup_steps", "optim.weight_decay",
+                                              "optim.clip_norm"};
+  const bool whole = field.section == "model" || field.section == "optim" || field.section == "precision";
+  return whole ? !kFree.contains(key_of(field)) : kOthers.contains(key_of(field));
+}
 
 json settings_of(const Config& config) {
   json settings = json::object();
-  for (const FieldInfo& field : describe(config)) {
-    if (matters(field)) settings[key_of(field)] = {field.value, config.where(key_of(field))};
-  }
+  for (const FieldInfo& field : describe(config)) settings[key_of(field)] = {field.value, config.where(key_of(field))};
   return settings;
+}
+
+std::string hex(std::uint32_t value) {
+  char text[9];
+  std::snprintf(text, sizeof(text), "%08x", value);
+  return text;
+}
+
+/// Gives what is at `from` another name. \return it
+fs::path move_aside(const fs::path& from, const std::string& suffix) {
+  fs::path aside;
+  std::error_code error;
+  for (int number = 1; aside.empty() || fs::exists(fs::symlink_status(aside, error)); ++number) {
+    const std::string more = suffix.empty() || number > 1 ? concat('.', number) : "";
+    aside = concat(from.string(), suffix, more);
+  }
+  fs::rename(from, aside, error);
+  if (error) throw Error(concat("[checkpoint] cannot rename ", from.string(), " to ", aside.string(), ": ", error.message()));
+  return aside;
 }
 
 json number(double value) { return std::isfinite(value) ? json(value) : json(nullptr); }
 double real(const json& value) { return value.is_number() ? value.get<double>() : std::numeric_limits<double>::quiet_NaN(); }
-
-/// ValueError that names each setting with both places.
-void check_settings(const Config& config, const json& saved, const fs::path& path) {
-  std::map<std::string, std::string> defaults;
-  for (const FieldInfo& field : describe({})) defaults[key_of(field)] = field.value;
-  std::string text;
-  for (const FieldInfo& field : describe(config)) {
-    const std::string key = key_of(field);
-    if (!matters(field)) continue;
-    const auto entry = saved.find(key);
-    // A setting that the program did not have then.
-    const std::string was = entry != saved.end() ? entry->at(0).get<std::string>() : defaults[key];
-    if (was == field.value) continue;
-    text +=
-        concat(text.empty() ? "" : "; ", key, " = ", field.value, " (", config.where(key), "), want ", was,
-               " as in the checkpoint (", entry != saved.end() ? entry->at(1).get<std::string>() : "default", " of that run)");
-  }
-  check_value(text.empty(), "resume", path.string(), ": ", text);
-}
 
 at::Generator generator() { return at::detail::getDefaultCPUGenerator(); }
 
@@ -90,14 +95,43 @@ DTensor random_states(const World& world) {
 
 }  // namespace
 
-RunCheckpoints::RunCheckpoints(const Config& config, const World& world, const fs::path& run_dir)
+TextMark identify(const Corpus& corpus, const Comm& comm) {
+  const std::int64_t size = corpus.size(), part = (size + comm.size() - 1) / comm.size();
+  const std::int64_t end = std::min(size, part * (comm.rank() + 1));
+  ckpt::PartialCrc32c mine;
+  for (std::int64_t at = part * comm.rank(); at < end;) {
+    const std::span<const std::byte> rest = corpus.bytes_at(at);
+    const auto bytes = rest.first(std::min(rest.size(), static_cast<std::size_t>(end - at)));
+    mine.add(static_cast<std::uint64_t>(at), bytes);
+    at += static_cast<std::int64_t>(bytes.size());
+  }
+  const auto bytes = static_cast<std::uint64_t>(size);
+  std::uint32_t all = 0;
+  for (const std::string& text : comm.all_gather_string(std::to_string(mine.contribution(bytes)), {.label = "hp-train"}))
+    all ^= static_cast<std::uint32_t>(std::stoul(text));
+  return {.bytes = size, .crc32c = ckpt::PartialCrc32c::finish(all, bytes)};
+}
+
+RunCheckpoints::RunCheckpoints(const Config& config, const World& world, const fs::path& run_dir, const TextMark& text)
     : config_(config),
       world_(world),
       folder_(config.checkpoint.dir.empty() ? run_dir / "checkpoints" : fs::path(config.checkpoint.dir)),
+      text_(text),
       checkpointer_(folder_, {.keep_last = static_cast<int>(config.checkpoint.keep_last), .comm = world.comm()}) {}
 
-std::optional<std::int64_t> RunCheckpoints::latest() const {
+std::optional<std::int64_t> RunCheckpoints::latest() {
   const auto mine = checkpointer_.latest();
+  const std::string used = path_of(mine.value_or(0)).filename().string();
+  std::error_code error;
+  std::set<std::string> passed;
+  for (auto entry = fs::directory_iterator(folder_, error); !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    const bool is_step =
+        name.size() == used.size() && name.starts_with("step-") && name.find_first_not_of("0123456789", 5) == std::string::npos;
+    if (is_step && (!mine || name > used)) passed.insert(name);
+  }
+  for (const std::string& name : passed)
+    notes_.push_back(concat((folder_ / name).string(), " is passed over: it has no checkpoint.json"));
   const std::string first = world_.comm().all_gather_string(mine ? std::to_string(*mine) : "", {.label = "hp-train"})[0];
   return first.empty() ? std::nullopt : std::optional<std::int64_t>(std::stoll(first));
 }
@@ -110,7 +144,43 @@ ckpt::StateDict RunCheckpoints::state_to_save(const HSDPModule& root, const Upda
   return state;
 }
 
-Position RunCheckpoints::restore(std::int64_t step, const HSDPModule& root, Updater& updater, std::int64_t text_bytes) {
+void RunCheckpoints::check_settings(const json& saved, const fs::path& path) {
+  std::map<std::string, std::string> defaults;
+  for (const FieldInfo& field : train::describe({})) defaults[key_of(field)] = field.value;
+  std::string text;
+  std::vector<std::string> changes;
+  for (const FieldInfo& field : train::describe(config_)) {
+    const std::string key = key_of(field);
+    const auto entry = saved.find(key);
+    const bool there = entry != saved.end();
+    // A setting that the program did not have then, or did not note.
+    if (!there && !binds(field)) continue;
+    const std::string was = there ? entry->at(0).get<std::string>() : defaults[key];
+    if (was == field.value) continue;
+    if (!binds(field)) {
+      changes.push_back(concat("changed: ", key, ' ', was, " -> ", field.value));
+      continue;
+    }
+    text += concat(text.empty() ? "" : "; ", key, " = ", field.value, " (", config_.where(key), "), want ", was,
+                   " as in the checkpoint (", there ? entry->at(1).get<std::string>() : "default", " of that run)");
+  }
+  check_value(text.empty(), "resume", path.string(), ": ", text);
+  notes_.insert(notes_.end(), changes.begin(), changes.end());
+}
+
+void RunCheckpoints::check_text(const json& saved, const fs::path& path) const {
+  const auto bytes = saved.at("text_bytes").get<std::int64_t>();
+  check_value(bytes == text_.bytes, "resume", path.string(), ": the text has ", text_.bytes,
+              " bytes (data.path: ", config_.where("data.path"), "), want the ", bytes, " bytes of the run that was saved");
+  // Checkpoints of earlier releases say no more than the size.
+  if (!saved.contains("text_crc32c")) return;
+  const auto crc = saved.at("text_crc32c").get<std::string>();
+  check_value(crc == hex(text_.crc32c), "resume", path.string(), ": the text has checksum ", hex(text_.crc32c),
+              " (data.path: ", config_.where("data.path"), "), want ", crc,
+              " as the text of the run that was saved, of as many bytes");
+}
+
+Position RunCheckpoints::restore(std::int64_t step, const HSDPModule& root, Updater& updater) {
   const fs::path path = path_of(step);
   ckpt::CheckpointInfo info;
   json extra;
@@ -118,10 +188,8 @@ Position RunCheckpoints::restore(std::int64_t step, const HSDPModule& root, Upda
     info = ckpt::read_info(path);
     extra = json::parse(info.extra);
     check_value(extra.is_object() && extra.contains("hp_train"), "resume", path.string(), " was not saved by hp-train");
-    check_settings(config_, extra.at("settings"), path);
-    const auto bytes = extra.at("text_bytes").get<std::int64_t>();
-    check_value(bytes == text_bytes, "resume", path.string(), ": the text has ", text_bytes,
-                " bytes (data.path: ", config_.where("data.path"), "), want the ", bytes, " bytes of the run that was saved");
+    check_settings(extra.at("settings"), path);
+    check_text(extra, path);
   });
   return alike([&] {
     ckpt::StateDict state;
@@ -166,8 +234,7 @@ bool RunCheckpoints::due(std::int64_t step, bool last) const {
   return every > 0 && (last || step % every == 0);
 }
 
-void RunCheckpoints::save(const Position& position, const HSDPModule& root, const Updater& updater, std::int64_t text_bytes,
-                          bool at_once) {
+void RunCheckpoints::save(const Position& position, const HSDPModule& root, const Updater& updater, bool at_once) {
   const Updater::Counters counters = updater.counters();
   const json extra = {{"hp_train", 1},
                       {"step", position.step},
@@ -179,10 +246,15 @@ void RunCheckpoints::save(const Position& position, const HSDPModule& root, cons
                       {"updates", counters.updates},
                       {"loss_scale", counters.scaler.scale},
                       {"growth_tracker", counters.scaler.growth_tracker},
-                      {"text_bytes", text_bytes},
+                      {"text_bytes", text_.bytes},
+                      {"text_crc32c", hex(text_.crc32c)},
                       {"settings", settings_of(config_)},
                       {"config", to_toml(config_)}};
-  if (restored_.empty() && !began_) agree_on(world_.comm(), [&] { set_aside(); });
+  agree_on(world_.comm(), [&] {
+    if (world_.rank() != 0) return;
+    if (restored_.empty() && !began_) set_aside();
+    make_way(position.step);
+  });
   began_ = true;
   alike([&] {
     const ckpt::StateDict state = state_to_save(root, updater);
@@ -195,30 +267,36 @@ void RunCheckpoints::save(const Position& position, const HSDPModule& root, cons
 }
 
 void RunCheckpoints::set_aside() const {
-  if (world_.rank() != 0 || checkpointer_.steps().empty()) return;
-  const fs::path folder = checkpointer_.path_of(0).parent_path();
-  fs::path aside;
-  for (int number = 1; aside.empty() || fs::exists(aside); ++number) aside = concat(folder.string(), '.', number);
-  std::error_code error;
-  fs::rename(folder, aside, error);
-  if (error) throw Error(concat("[checkpoint] cannot rename ", folder.string(), " to ", aside.string(), ": ", error.message()));
+  if (checkpointer_.steps().empty()) return;
+  const fs::path aside = move_aside(path_of(0).parent_path(), "");
   log::info("checkpoints of an earlier run are in ", aside.string(), " now");
+}
+
+void RunCheckpoints::make_way(std::int64_t step) const {
+  const fs::path path = path_of(step);
+  const std::string why = ckpt::in_the_way(path, ckpt::checkpoint_folder());
+  if (why.empty()) return;
+  const fs::path aside = move_aside(path, ".aside");
+  log::warn(path.string(), ' ', why, " and is ", aside.string(), " now");
 }
 
 void RunCheckpoints::finish() {
   alike([&] { checkpointer_.wait(); });
 }
 
-std::string RunCheckpoints::describe(const HSDPModule& root, const Updater& updater) const {
+std::string RunCheckpoints::describe() const {
   const CheckpointConfig& c = config_.checkpoint;
   if (c.every == 0) return {};
   const std::string kept = c.keep_last > 0 ? concat(", the last ", c.keep_last, c.keep_last == 1 ? " is kept" : " are kept") : "";
+  return concat("every ", c.every, " step(s) to ", folder_.string(), kept, c.async ? ", written in the background" : "");
+}
+
+std::int64_t RunCheckpoints::staging_bytes(const HSDPModule& root, const Updater& updater) const {
+  if (config_.checkpoint.every == 0 || !config_.checkpoint.async) return 0;
   // The optimizer has no state before its first step.
   ckpt::StateDict model;
   model.add_model(root);
-  const std::int64_t staging = ckpt::bytes_to_write(model, world_.comm()) + updater.state_bytes() / config_.parallel.dp_replicate;
-  const std::string buffer = c.async ? concat("; buffer of about ", format_bytes(staging), " a rank") : "";
-  return concat("every ", c.every, " step(s) to ", folder_.string(), kept, buffer);
+  return ckpt::bytes_to_write(model, world_.comm()) + updater.state_bytes() / config_.parallel.dp_replicate;
 }
 
 }  // namespace hyper_parallel::train

@@ -150,7 +150,7 @@ class Trainer {
     on_all_ranks_alike(
         [&] { comm_.check_same("data", {concat("bytes of the text: ", batches_->corpus().size())}, {.label = "hp-train"}); });
     result_.dir = fs::path(config_.log.dir) / config_.log.name;
-    checkpoints_.emplace(config_, world_, result_.dir);
+    checkpoints_.emplace(config_, world_, result_.dir, identify(batches_->corpus(), comm_));
     const auto saved = options_.resume ? checkpoints_->latest() : std::nullopt;
     on_all_ranks_alike([&] {
       trace_ = TraceWindow(config_, result_.dir, world_.size());
@@ -221,7 +221,7 @@ void Trainer::open_files(std::optional<std::int64_t> saved) {
 }
 
 void Trainer::restore(std::int64_t step) {
-  position_ = checkpoints_->restore(step, root_, *updater_, batches_->corpus().size());
+  position_ = checkpoints_->restore(step, root_, *updater_);
   batches_->seek(position_.windows);
   result_.resumed = result_.steps = position_.step;
   result_.tokens = position_.step * config_.train.batch_size * config_.data.seq_len;
@@ -236,7 +236,7 @@ void Trainer::save(double warmup_seconds, double elapsed, double training_second
                       .warmup_seconds = warmup_seconds,
                       .training_seconds = training_seconds,
                       .val_loss_start = result_.val_loss_start},
-                     root_, *updater_, batches_->corpus().size(), at_once);
+                     root_, *updater_, at_once);
   result_.checkpoint = checkpoints_->path_of(result_.steps);
 }
 
@@ -245,7 +245,8 @@ void Trainer::announce() {
   progress_.print(settings_table(config_));
   progress_.print(concat("Data       ", format_count(batches_->corpus().size()), " bytes in ", batches_->corpus().files(),
                          " file(s): ", format_count(splits.train.tokens()), " to train on, ",
-                         format_count(splits.validation.tokens()), " to validate on"));
+                         splits.validation.tokens() > 0 ? concat(format_count(splits.validation.tokens()), " to validate on")
+                                                        : "no validation (data.validation_fraction = 0)"));
   progress_.print(concat("Batch      ", config_.train.batch_size, " sequences of ", config_.data.seq_len, " tokens = ",
                          plan_.data_ranks(), " rank(s) x ", plan_.accumulation, " micro-batch(es) x ", plan_.micro_batch));
   begin_micro_batch(true);
@@ -254,11 +255,12 @@ void Trainer::announce() {
   if (options_.resume)
     progress_.print(concat(
         "Resume     ", checkpoints_->restored().empty() ? "no checkpoint yet, from the beginning" : checkpoints_->restored()));
-  if (const std::string text = checkpoints_->describe(root_, *updater_); !text.empty())
-    progress_.print(concat("Checkpoint ", text));
+  for (const std::string& line : checkpoints_->notes()) progress_.print(concat("           ", line));
+  if (const std::string text = checkpoints_->describe(); !text.empty()) progress_.print(concat("Checkpoint ", text));
   progress_.print(concat("Transport  ", transports(root_, engine.copies > 0)));
-  progress_.print(
-      memory_table(config_, plan_, {engine.shards, engine.gradients, engine.pool + engine.copies, updater_->state_bytes()}));
+  progress_.print(memory_table(config_, plan_,
+                               {engine.shards, engine.gradients, engine.pool + engine.copies, updater_->state_bytes(),
+                                checkpoints_->staging_bytes(root_, *updater_)}));
 }
 
 void Trainer::build() {
@@ -454,9 +456,14 @@ void Trainer::finish() {
 }  // namespace
 
 std::string to_string(const TrainResult& result) {
+  char losses[96] = "";
+  if (!std::isnan(result.val_loss_start) || !std::isnan(result.val_loss_end)) {
+    std::snprintf(losses, sizeof losses, " val_loss_start=%.4f val_loss_end=%.4f", result.val_loss_start, result.val_loss_end);
+  } else if (!result.history.empty()) {
+    std::snprintf(losses, sizeof losses, " loss_end=%.4f", result.history.back().loss);
+  }
   char text[160];
-  std::snprintf(text, sizeof text, "world=%d val_loss_start=%.4f val_loss_end=%.4f tokens_per_s=%.0f", result.world,
-                result.val_loss_start, result.val_loss_end, result.tokens_per_s);
+  std::snprintf(text, sizeof text, "world=%d%s tokens_per_s=%.0f", result.world, losses, result.tokens_per_s);
   return text;
 }
 

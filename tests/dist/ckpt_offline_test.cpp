@@ -153,6 +153,74 @@ TEST(CkptOffline, WhatDiffers) {
               HasSubstr("atol is -1"));
 }
 
+TEST(CkptOffline, OnlyFoldersOfItsOwnAreReplaced) {
+  const TempFolder folder;
+  save_on(1, folder / "a", some_tensors(), 0);
+  const Source source(folder / "a");
+  const auto again = [&](const fs::path& target, bool dcp) {
+    return value_error([&] {
+      dcp ? write_dcp_of(source, target, {.overwrite = true}) : write_checkpoint_of(source, target, {.overwrite = true});
+      return 0;
+    });
+  };
+  for (const bool dcp : {false, true}) {
+    const fs::path target = folder / (dcp ? "dcp" : "ckpt");
+    EXPECT_EQ(again(target, dcp), "no ValueError");
+    EXPECT_EQ(again(target, dcp), "no ValueError");
+    const std::vector<std::pair<const char*, bool>> others = {{"notes.txt", false},
+                                                              {"rank-1x.safetensors", false},
+                                                              {"rank-.safetensors", false},
+                                                              {"rank-00000.safetensors.bak", false},
+                                                              {"mine", true},
+                                                              {"shard-00009-model-00001-of-00001.safetensors", true}};
+    for (const auto& [name, is_folder] : others) {
+      is_folder ? (void)fs::create_directory(target / name) : set_file_text(target / name, "mine");
+      EXPECT_THAT(again(target, dcp),
+                  HasSubstr(concat(" holds ", name, " besides what would be written, which is not overwritten")));
+      EXPECT_TRUE(fs::exists(target / name));
+      fs::remove(target / name);
+    }
+    fs::create_symlink(folder / "a/rank-00000.safetensors", target / "rank-00007.safetensors");
+    EXPECT_THAT(again(target, dcp), HasSubstr("holds rank-00007.safetensors"));
+    fs::remove(target / "rank-00007.safetensors");
+    EXPECT_EQ(again(target, dcp), "no ValueError");
+  }
+  set_file_text(folder / "plain", "mine");
+  EXPECT_THAT(again(folder / "plain", false), HasSubstr("is something else than a checkpoint"));
+  EXPECT_EQ(file_text(folder / "plain"), "mine");
+  EXPECT_EQ(again("", false), "[ckpt.save] the path is \"\", want a folder");
+}
+
+/// What is no checkpoint is not a damaged one.
+TEST(CkptOffline, WhatIsNoCheckpointIsAnError) {
+  const TempFolder folder;
+  save_on(1, folder / "run/checkpoints/step-00000004", some_tensors(), 0);
+  save_on(1, folder / "run/checkpoints/step-00000012", some_tensors(), 0);
+  set_file_text(folder / "c.toml", "[model]\ndim = 16\n");
+  set_file_text(folder / "short", "{");
+  set_file_text(folder / "pickle", "\x80\x04");
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"c.toml", "c.toml: is no safetensors file, want one, or the folder of a checkpoint or model"},
+      {"short", "is no safetensors file"},
+      {"pickle", "is pickled"},
+      {"nothing", "does not exist"},
+      {"run", "holds neither checkpoint.json nor safetensors files; its last checkpoint is " +
+                  (folder / "run/checkpoints/step-00000012").string()},
+      {"run/checkpoints", "its last checkpoint is " + (folder / "run/checkpoints/step-00000012").string()}};
+  for (const auto& [name, want] : cases) {
+    EXPECT_THAT(message_of<CheckpointError>([&] { return Source(folder / name); }), HasSubstr(want));
+    EXPECT_THAT(message_of<CheckpointError>([&] { return verify_source(folder / name); }), HasSubstr(want));
+  }
+  // By its name, or by what is beside it, this one is: damaged.
+  set_file_text(folder / "x.safetensors", "short");
+  EXPECT_EQ(verify_source(folder / "x.safetensors").size(), 1U);
+  fs::remove(folder / "run/checkpoints/step-00000004/checkpoint.json");
+  EXPECT_EQ(verify_source(folder / "run/checkpoints/step-00000004").size(), 1U);
+  // And one without that suffix is read.
+  fs::copy(folder / "run/checkpoints/step-00000012/rank-00000.safetensors", folder / "weights");
+  EXPECT_TRUE(verify_source(folder / "weights").empty());
+}
+
 TEST(CkptOffline, WhatIsRefused) {
   const TempFolder folder;
   save_on(1, folder / "a", some_tensors(), 0);

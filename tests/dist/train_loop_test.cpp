@@ -214,6 +214,7 @@ TEST_F(TrainLoop, WithoutValidationSplit) {
   const TrainResult result = train(config("noval", {{"data.validation_fraction", "0"}}), 2);
   EXPECT_EQ(result.steps, 8);
   EXPECT_TRUE(std::isnan(result.val_loss_end));
+  EXPECT_THAT(to_string(result), ::testing::MatchesRegex("world=2 loss_end=[0-9.]+ tokens_per_s=[0-9]+"));
 }
 
 TEST_F(TrainLoop, TracesTheStepsThatItIsAskedFor) {

@@ -13,12 +13,14 @@
 #include <unistd.h>
 
 #include <hyper_parallel/ckpt/checkpoint.h>
+#include <hyper_parallel/ckpt/offline.h>
 #include <hyper_parallel/train/agree.h>
 #include <hyper_parallel/train/trainer.h>
 
 #include "dist/train_run.h"
 #include "support/rank_threads.h"
 #include "support/temp_folder.h"
+#include "train/resume.h"
 #include "train/stop_signal.h"
 
 namespace hyper_parallel::train {
@@ -185,19 +187,100 @@ TEST_F(TrainResume, MetricsOfALaterStepAreDropped) {
 
 TEST_F(TrainResume, AnotherConfigurationIsRefusedWithBothLines) {
   train(config("c"), 2);
-  EXPECT_THAT(agreed_message(config("c", {{"optim.lr", "0.02"}, {"model.tied", "true"}}), 2, true),
+  EXPECT_THAT(agreed_message(config("c", {{"optim.beta1", "0.8"}, {"model.tied", "true"}}), 2, true),
               AllOf(HasSubstr("[resume] "),
                     HasSubstr("step-00000009: model.tied = true (command line), want false as in the "
                               "checkpoint (default of that run)"),
-                    HasSubstr("optim.lr = 0.02 (command line), want 0.01 as in the checkpoint (test.toml:16 of that run)")));
+                    HasSubstr("optim.beta1 = 0.8 (command line), want 0.9 as in the checkpoint (default of that run)")));
+  // Each key by itself: no shape changes.
+  const std::vector<Override> refused = {
+      {"model.rope_theta", "500"}, {"model.norm_eps", "1e-6"},      {"model.max_seq_len", "20"},
+      {"optim.optimizer", "muon"}, {"optim.beta2", "0.99"},         {"optim.eps", "1e-6"},
+      {"optim.momentum", "0.5"},   {"optim.nesterov", "false"},     {"optim.state_dtype", "bfloat16"},
+      {"optim.ema_decay", "0.9"},  {"precision.main_grad", "true"}, {"precision.param_dtype", "bfloat16"},
+      {"train.seed", "2"},         {"data.seq_len", "8"},           {"data.validation_fraction", "0.1"}};
+  for (const Override& other : refused)
+    EXPECT_THAT(agreed_message(config("c", {other}), 2, true),
+                AllOf(HasSubstr(other.first + " = "), HasSubstr("as in the checkpoint")))
+        << other.first;
   EXPECT_THAT(agreed_message(config("c", {{"train.batch_size", "24"}}), 3, true), HasSubstr("train.batch_size = 24"));
   write_text(700);
   EXPECT_THAT(agreed_message(config("c"), 2, true), HasSubstr("the text has"));
   write_text(600);
-  // How the ranks share the work, and what is shown, may change.
-  const TrainResult other = train(
-      config("c", {{"parallel.layout", "per_parameter"}, {"train.micro_batch_size", "2"}, {"train.max_steps", "10"}}), 2, true);
+  // The rate, how the ranks share the work, and what is shown, may change.
+  const TrainResult other = train(config("c", {{"parallel.layout", "per_parameter"},
+                                               {"train.micro_batch_size", "2"},
+                                               {"train.max_steps", "10"},
+                                               {"optim.lr", "0.004"},
+                                               {"optim.schedule", "constant"},
+                                               {"optim.weight_decay", "0"},
+                                               {"optim.clip_norm", "0.5"}}),
+                                  2, true);
   EXPECT_EQ(other.steps, 10);
+  EXPECT_EQ(other.history.back().lr, 0.004);
+}
+
+TEST_F(TrainResume, AnotherTextOfTheSameLengthIsRefused) {
+  train(config("t"), 2);
+  std::string text = testing::file_text(dir_ / "text.txt");
+  const std::string same = text;
+  text[text.size() / 2] = static_cast<char>(text[text.size() / 2] ^ 1);
+  testing::set_file_text(dir_ / "text.txt", text);
+  for (const int world : {1, 2, 3})
+    EXPECT_THAT(agreed_message(config("t"), world, true),
+                ::testing::ContainsRegex("step-00000009: the text has checksum "
+                                         "[0-9a-f]+ \\(data.path: command line\\), want [0-9a-f]+ as"));
+  // Another place does not matter, nor into how many files it is cut.
+  fs::create_directories(dir_ / "parts");
+  testing::set_file_text(dir_ / "parts/1", same.substr(0, 1001));
+  testing::set_file_text(dir_ / "parts/2", same.substr(1001));
+  EXPECT_EQ(train(config("t", {{"data.path", (dir_ / "parts").string()}}), 3, true).resumed, 9);
+  // An earlier release noted nothing but the size.
+  const fs::path step = dir_ / "runs/t/checkpoints/step-00000009";
+  const ckpt::Source saved(step);
+  std::string extra = saved.info().extra;
+  const std::size_t at = extra.find("\"text_crc32c\":");
+  ASSERT_NE(at, std::string::npos);
+  extra.replace(at, 12, "\"no_text_crc");
+  fs::remove_all(dir_ / "old");
+  ckpt::write_checkpoint_of(saved, dir_ / "old/step-00000009", {.ranks = 2, .extra = extra});
+  EXPECT_EQ(train(config("t", {{"checkpoint.dir", (dir_ / "old").string()}}), 2, true).resumed, 9);
+}
+
+TEST_F(TrainResume, TheChecksumOfATextIsThatOfItsBytes) {
+  fs::create_directories(dir_ / "parts");
+  testing::set_file_text(dir_ / "parts/1", "12345");
+  testing::set_file_text(dir_ / "parts/2", "");
+  testing::set_file_text(dir_ / "parts/3", "6789");
+  for (const int world : {1, 2, 3, 4, 8}) {
+    run_ranks(world, [&] {
+      const TextMark mark = identify(Corpus::open(dir_ / "parts", "here"), current_world().comm());
+      EXPECT_EQ(mark.bytes, 9);
+      EXPECT_EQ(mark.crc32c, 0xe3069283U);
+    });
+  }
+}
+
+/// A torn or foreign folder at a later step is passed over, and makes way for the save of that step.
+TEST_F(TrainResume, FoldersThatAreNoCheckpointsAreKeptAside) {
+  const fs::path saves = dir_ / "runs/f/checkpoints";
+  for (const char* async : {"true", "false"}) {
+    fs::remove_all(saves);
+    const TrainResult whole = train(config("f", {{"checkpoint.async", async}}), 2);
+    fs::remove(saves / "step-00000009/checkpoint.json");
+    fs::remove_all(saves / "step-00000006");
+    testing::set_file_text(saves / "step-00000006", "a file");
+    const TrainResult again = train(config("f", {{"checkpoint.async", async}}), 2, true);
+    EXPECT_EQ(again.resumed, 3);
+    expect_same_curve(again, whole, 0);
+    EXPECT_EQ(ckpt::Checkpointer(saves).steps(), (std::vector<std::int64_t>{3, 6, 9}));
+    EXPECT_TRUE(fs::exists(saves / "step-00000009.aside/rank-00000.safetensors"));
+    EXPECT_EQ(testing::file_text(saves / "step-00000006.aside"), "a file");
+  }
+  // Nothing that was put aside before is lost.
+  fs::remove(saves / "step-00000009/checkpoint.json");
+  EXPECT_EQ(train(config("f"), 2, true).resumed, 6);
+  EXPECT_TRUE(fs::exists(saves / "step-00000009.aside.2/rank-00000.safetensors"));
 }
 
 TEST_F(TrainResume, DamageIsRefused) {

@@ -90,12 +90,49 @@ TEST_F(HpCkpt, VerifyFindsDamage) {
   set_file_text(path("step/rank-00000.safetensors"), text);
   const Outcome damaged = run_ckpt({"verify", path("step")});
   EXPECT_EQ(damaged.code, 1);
-  EXPECT_THAT(damaged.output, AllOf(HasSubstr("has checksum"), HasSubstr("DAMAGED")));
+  EXPECT_THAT(damaged.output, AllOf(HasSubstr("has checksum"), HasSubstr("DAMAGED"), HasSubstr(": 1 problem\n")));
   // Nothing is written from it, with checksums that would agree.
   expect_error(run_ckpt({"convert", path("step"), path("new")}), "has checksum");
   expect_error(run_ckpt({"reshard", path("step"), path("new"), "--ranks", "2"}), "has checksum");
   EXPECT_FALSE(fs::exists(path("new")));
   expect_error(run_ckpt({"verify", path("nothing")}), "does not exist");
+  expect_error(run_ckpt({"verify", path("config.toml")}), "config.toml: is no safetensors file");
+  fs::create_directory(path("empty"));
+  expect_error(run_ckpt({"verify", path("empty")}), "holds neither checkpoint.json nor safetensors files");
+  set_file_text(path("old.pt"), "\x80\x02");
+  expect_error(run_ckpt({"verify", path("old.pt")}), "is pickled");
+}
+
+/// Of the source, and of what others have put into the target, nothing is lost.
+TEST_F(HpCkpt, TargetsThatAreRefused) {
+  set_file_text(path("step/notes.txt"), "mine");
+  fs::create_directory_symlink(path("step"), path("link"));
+  fs::create_directories(path("outer"));
+  fs::copy(path("step"), path("outer/inner"));
+  const std::vector<std::string> same = {path("step"), path("step/"), path("link"), path("outer/../step"), path("step/.")};
+  for (const std::string& target : same) {
+    expect_error(run_ckpt({"reshard", path("step"), target, "--ranks", "2", "--overwrite"}), "is the source");
+    expect_error(run_ckpt({"convert", target, path("step"), "--overwrite"}), "is the source");
+  }
+  for (const char* target : {"step/sub", "link/sub/deeper", "outer/../step/sub"})
+    expect_error(run_ckpt({"convert", path("step"), path(target)}), "lies in the source");
+  for (const char* to : {"checkpoint", "hf", "dcp"})
+    expect_error(run_ckpt({"convert", path("outer/inner"), path("outer"), "--to", to, "--overwrite"}), "lies in the target");
+  EXPECT_EQ(file_text(path("step/notes.txt")), "mine");
+  EXPECT_FALSE(fs::exists(path("step/sub")));
+  ASSERT_EQ(run_ckpt({"reshard", path("step"), path("new"), "--ranks", "2"}).code, 0);
+  set_file_text(path("new/notes.txt"), "mine");
+  expect_error(run_ckpt({"reshard", path("step"), path("new"), "--ranks", "3", "--overwrite"}), "/new holds notes.txt besides");
+  EXPECT_EQ(ckpt::read_info(path("new")).world_size, 2);
+  const std::vector<std::string> to_hf = {"convert", path("step"), path("hf"),          "--to",
+                                          "hf",      "--config",   path("config.toml"), "--overwrite"};
+  ASSERT_EQ(run_ckpt(to_hf).code, 0);
+  ASSERT_EQ(run_ckpt(to_hf).code, 0) << "files that it writes may be there";
+  set_file_text(path("hf/README.md"), "mine");
+  expect_error(run_ckpt(to_hf), "/hf holds README.md besides what would be written, which is not overwritten");
+  EXPECT_EQ(file_text(path("hf/README.md")), "mine");
+  expect_error(run_ckpt({"convert", path("step"), ""}), "[hp-ckpt] target: is \"\", want a path");
+  expect_error(run_ckpt({"inspect", ""}), "[hp-ckpt] path: is \"\", want a path");
 }
 
 TEST_F(HpCkpt, WhatTheCheckpointSaysComesBeforeTheFileBesideIt) {
@@ -113,6 +150,20 @@ TEST_F(HpCkpt, WhatTheCheckpointSaysComesBeforeTheFileBesideIt) {
   });
   ASSERT_EQ(run_ckpt({"convert", path("run/checkpoints/step-1"), path("hf"), "--to", "hf"}).code, 0);
   EXPECT_EQ(hf::read_config(path("hf")).rope_theta, 500.0);
+  // A file that contradicts it makes another function of the same weights.
+  const auto with = [&](const std::string& file) {
+    return run_ckpt({"convert", path("run/checkpoints/step-1"), path("hf2"), "--to", "hf", "--config", file});
+  };
+  expect_error(with(path("config.toml")), "config.toml is not the model of " + path("run/checkpoints/step-1") +
+                                              ": rope_theta is 10000.0, want 500.0 as it was saved");
+  config.model.norm_eps = 1e-6;
+  set_file_text(path("eps.toml"), train::to_toml(config));
+  expect_error(with(path("eps.toml")), "rms_norm_eps is 1e-06, want 1e-05 as it was saved");
+  EXPECT_FALSE(fs::exists(path("hf2")));
+  config.model.norm_eps = 1e-5;
+  config.optim.lr = 1.0;
+  set_file_text(path("same.toml"), train::to_toml(config));
+  EXPECT_EQ(with(path("same.toml")).code, 0);
 }
 
 TEST_F(HpCkpt, ThereAndBackAgain) {
@@ -236,6 +287,18 @@ TEST_F(HpCkpt, HelpAndMistakes) {
   expect_error(run_ckpt({"explode"}), "see hp-ckpt --help");
   expect_error(run_ckpt({"inspect"}), "path is required");
   expect_error(run_ckpt({"inspect", path("nothing")}), "does not exist");
+  expect_error(run_ckpt({"diff", path("step"), path("nothing")}), "/nothing: does not exist");
+  expect_error(run_ckpt({"diff", path("nothing"), path("step")}), "/nothing: does not exist");
+  expect_error(run_ckpt({"inspect", path("config.toml")}), "config.toml: is no safetensors file");
+  for (const char* value : {"-1", "nan", "x", "1e400", "inf"}) {
+    for (const char* option : {"--atol", "--rtol"})
+      expect_error(run_ckpt({"diff", path("step"), path("step"), concat(option, '=', value)}),
+                   concat("[hp-ckpt] ", option, ": is ", value, ", want a finite number >= 0, see hp-ckpt --help"));
+  }
+  fs::create_directories(path("run/checkpoints"));
+  fs::copy(path("step"), path("run/checkpoints/step-00000007"));
+  for (const char* place : {"run", "run/checkpoints"})
+    expect_error(run_ckpt({"inspect", path(place)}), "its last checkpoint is " + path("run/checkpoints/step-00000007"));
   set_file_text(path("pytorch_model.bin"), "PK\3\4");
   expect_error(run_ckpt({"inspect", path("pytorch_model.bin")}), "is pickled, which is not opened");
   fs::create_directories(path("far/from/everything"));

@@ -9,43 +9,25 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
-#include <nlohmann/json.hpp>
 
-#include "support/process.h"
-#include "support/temp_folder.h"
+#include "proc/hp_train_run.h"
 
 namespace hyper_parallel {
 namespace {
 
 namespace fs = std::filesystem;
 using namespace std::chrono_literals;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using testing::Process;
 
-class HpResume : public ::testing::Test {
+class HpResume : public HpTrainRun {
  protected:
-  void SetUp() override {
-    std::ofstream text(dir_ / "text.txt");
-    for (int i = 0; i < 400; ++i) text << "verse " << i * 7919 % 400 << " of a short book\n";
-    text.close();
-    std::ofstream(dir_ / "config.toml") << "[model]\ndim = 32\nn_layers = 2\nn_heads = 4\nffn_dim = 40\nmax_seq_len = 32\n"
-                                           "[data]\npath = '"
-                                        << (dir_ / "text.txt").string()
-                                        << "'\nseq_len = 16\n"
-                                           "[train]\nbatch_size = 12\nmax_steps = 300\neval_every = 0\neval_windows = 4\n"
-                                           "[optim]\nlr = 3e-3\nwarmup_steps = 2\n[parallel]\ntimeout_seconds = 30\n"
-                                           "[checkpoint]\nevery = 40\nkeep_last = 0\n[log]\ndir = '"
-                                        << (dir_ / "runs").string() << "'\nevery = 100\n";
-  }
-  [[nodiscard]] std::vector<std::string> arguments(const std::vector<std::string>& more) const {
-    std::vector<std::string> all = {(dir_ / "config.toml").string()};
-    all.insert(all.end(), more.begin(), more.end());
-    return all;
-  }
-  [[nodiscard]] std::vector<Process> start(int world, const std::vector<std::string>& more) const {
-    return testing::start_ranks(world, HP_TRAIN, arguments(more), {{"OMP_NUM_THREADS", "1"}});
-  }
+  HpResume()
+      : HpTrainRun(
+            "[train]\nbatch_size = 12\nmax_steps = 300\neval_every = 0\neval_windows = 4\n[optim]\nlr = 3e-3\nwarmup_steps = 2\n"
+            "[parallel]\ntimeout_seconds = 30\n[checkpoint]\nevery = 40\nkeep_last = 0\n[log]\nevery = 100\n") {}
   /// All ranks' exit codes must be `code`; their output.
   static std::string finish(std::vector<Process> ranks, int code = 0) {
     std::string output;
@@ -55,15 +37,6 @@ class HpResume : public ::testing::Test {
     }
     return output;
   }
-  [[nodiscard]] std::vector<double> losses(const std::string& name) const {
-    std::vector<double> values;
-    std::ifstream in(dir_ / "runs" / name / "metrics.jsonl");
-    for (std::string line; std::getline(in, line);) {
-      const auto json = nlohmann::json::parse(line, nullptr, false);
-      if (json.is_object() && json.contains("loss")) values.push_back(json["loss"]);
-    }
-    return values;
-  }
   void wait_for(const fs::path& path) const {
     for (int i = 0; i < 6000 && !fs::exists(path); ++i) std::this_thread::sleep_for(10ms);
     ASSERT_TRUE(fs::exists(path)) << path;
@@ -72,9 +45,6 @@ class HpResume : public ::testing::Test {
     ASSERT_EQ(got.size(), want.size());
     for (std::size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], want[i], tolerance) << "step " << i + 1;
   }
-
-  testing::TempFolder folder_;
-  fs::path dir_ = folder_.path();
 };
 
 TEST_F(HpResume, SigtermSavesAndExitsWithZeroAndOthersGoOn) {
@@ -108,14 +78,42 @@ TEST_F(HpResume, SigtermSavesAndExitsWithZeroAndOthersGoOn) {
 
 TEST_F(HpResume, MistakesAreOneLine) {
   finish(start(2, {"--log.name=m", "--train.max_steps=5"}));
-  const std::string output = finish(start(2, {"--log.name=m", "--resume", "--optim.lr=0.5"}), 1);
-  EXPECT_THAT(output, HasSubstr("hp-train: error: [resume] "));
-  EXPECT_THAT(output, HasSubstr("optim.lr = 0.5 (command line), want 0.003 as in the checkpoint (" +
-                                (dir_ / "config.toml").string() + ":"));
-  EXPECT_EQ(std::count(output.begin(), output.end(), '\n'), 1) << output;
+  const std::vector<std::pair<std::string, std::string>> refused = {
+      {"--model.rope_theta=500", "model.rope_theta = 500 (command line), want 10000 as in the checkpoint (default of that run)"},
+      {"--optim.optimizer=sgd", "optim.optimizer = \"sgd\" (command line), want \"adamw\" as in the checkpoint (default"},
+      {"--train.batch_size=24",
+       "train.batch_size = 24 (command line), want 12 as in the checkpoint (" + (dir_ / "config.toml").string() + ":11 of"}};
+  for (const auto& [argument, message] : refused) {
+    const std::string output = finish(start(2, {"--log.name=m", "--resume", argument}), 1);
+    EXPECT_THAT(output, AllOf(HasSubstr("hp-train: error: [resume] "), HasSubstr(message)));
+    EXPECT_EQ(std::count(output.begin(), output.end(), '\n'), 1) << output;
+  }
+  write_text(1);
+  const std::string other = finish(start(2, {"--log.name=m", "--resume"}), 1);
+  EXPECT_THAT(other, AllOf(HasSubstr("step-00000005: the text has checksum "), HasSubstr("text of the run that was saved")));
+  EXPECT_EQ(std::count(other.begin(), other.end(), '\n'), 1) << other;
+  write_text(0);
   testing::set_file_text(dir_ / "file", "");
   EXPECT_THAT(finish(start(2, {"--log.name=f", "--checkpoint.dir=" + (dir_ / "file").string(), "--train.max_steps=7"}), 1),
               HasSubstr("hp-train: error: [ckpt]"));
+}
+
+TEST_F(HpResume, ChangesAndFoldersThatAreNoCheckpointsAreTold) {
+  finish(start(2, {"--log.name=c", "--train.max_steps=10", "--checkpoint.every=5"}));
+  const fs::path saves = dir_ / "runs/c/checkpoints";
+  fs::remove(saves / "step-00000010/checkpoint.json");
+  testing::set_file_text(saves / "step-00000010/notes.txt", "mine");
+  const std::string output = finish(start(2, {"--log.name=c", "--resume", "--train.max_steps=12", "--checkpoint.every=5",
+                                              "--optim.lr=0.001", "--optim.schedule=wsd", "--parallel.layout=per_parameter"}));
+  EXPECT_THAT(output,
+              AllOf(HasSubstr("Resume     step 5 of "), HasSubstr("step-00000010 is passed over: it has no checkpoint.json\n"),
+                    HasSubstr("           changed: train.max_steps 10 -> 12\n"), HasSubstr("changed: optim.lr 0.003 -> 0.001\n"),
+                    HasSubstr("changed: optim.schedule \"cosine\" -> \"wsd\"\n"),
+                    HasSubstr("changed: parallel.layout \"ragged\" -> \"per_parameter\"\n"),
+                    HasSubstr("step-00000010.aside now\n"), Not(HasSubstr("changed: model"))));
+  EXPECT_EQ(testing::file_text(saves / "step-00000010.aside/notes.txt"), "mine");
+  EXPECT_TRUE(fs::exists(saves / "step-00000010/checkpoint.json"));
+  EXPECT_EQ(losses("c").size(), 12U);
 }
 
 /// Children of a process, from /proc.

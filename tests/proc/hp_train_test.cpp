@@ -10,12 +10,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
-#include <nlohmann/json.hpp>
 
 #include <hyper_parallel/core/error.h>
 
-#include "support/process.h"
-#include "support/temp_folder.h"
+#include "proc/hp_train_run.h"
 
 namespace hyper_parallel {
 namespace {
@@ -31,28 +29,13 @@ struct Outcome {
   std::string output;  // of all ranks, one after the other
 };
 
-class HpTrain : public ::testing::Test {
+class HpTrain : public HpTrainRun {
  protected:
-  void SetUp() override {
-    std::ofstream text(dir_ / "text.txt");
-    for (int i = 0; i < 400; ++i) text << "verse " << i * 7919 % 400 << " of a short book\n";
-    text.close();
-    std::ofstream(dir_ / "config.toml") << "[model]\ndim = 32\nn_layers = 2\nn_heads = 4\nffn_dim = 40\nmax_seq_len = 32\n"
-                                           "[data]\npath = '"
-                                        << (dir_ / "text.txt").string()
-                                        << "'\nseq_len = 16\n"
-                                           "[train]\nbatch_size = 8\nmax_steps = 6\neval_windows = 7\n"
-                                           "[optim]\nlr = 1e-2\nwarmup_steps = 2\n[parallel]\ntimeout_seconds = 20\n"
-                                           "[log]\ndir = '"
-                                        << (dir_ / "runs").string()
-                                        << "'\nevery = 2\n[sample]\nprompts = ['verse ']\ntokens = 8\n";
-  }
+  HpTrain()
+      : HpTrainRun(
+            "[train]\nbatch_size = 8\nmax_steps = 6\neval_windows = 7\n[optim]\nlr = 1e-2\nwarmup_steps = 2\n"
+            "[parallel]\ntimeout_seconds = 20\n[sample]\nprompts = ['verse ']\ntokens = 8\n[log]\nevery = 2\n") {}
 
-  [[nodiscard]] std::vector<std::string> arguments(const std::vector<std::string>& more) const {
-    std::vector<std::string> all = {(dir_ / "config.toml").string()};
-    all.insert(all.end(), more.begin(), more.end());
-    return all;
-  }
   [[nodiscard]] static Outcome run_alone(const std::vector<std::string>& arguments) {
     Process process(HP_TRAIN, arguments, {{"OMP_NUM_THREADS", "1"}});
     const int code = process.wait(60s);
@@ -61,7 +44,7 @@ class HpTrain : public ::testing::Test {
   [[nodiscard]] Outcome run(int world, const std::vector<std::string>& more = {}) const {
     if (world == 1) return run_alone(arguments(more));
     Outcome outcome;
-    std::vector<Process> ranks = testing::start_ranks(world, HP_TRAIN, arguments(more), {{"OMP_NUM_THREADS", "1"}});
+    std::vector<Process> ranks = start(world, more);
     for (Process& rank : ranks) {
       const int code = rank.wait(60s);
       if (code != 0) outcome.code = code;
@@ -76,18 +59,6 @@ class HpTrain : public ::testing::Test {
     EXPECT_THAT(outcome.output, HasSubstr(message));
     EXPECT_EQ(std::count(outcome.output.begin(), outcome.output.end(), '\n'), 1) << outcome.output;
   }
-  [[nodiscard]] std::vector<double> losses(const std::string& name, const char* key) const {
-    std::vector<double> values;
-    std::ifstream in(dir_ / "runs" / name / "metrics.jsonl");
-    for (std::string line; std::getline(in, line);) {
-      const auto json = nlohmann::json::parse(line);
-      if (json.contains(key)) values.push_back(json[key]);
-    }
-    return values;
-  }
-
-  testing::TempFolder folder_;
-  fs::path dir_ = folder_.path();
 };
 
 TEST_F(HpTrain, OneAndTwoProcessesReachTheSameCurve) {
@@ -166,6 +137,15 @@ TEST_F(HpTrain, TheSavedConfigurationRepeatsTheRun) {
   EXPECT_EQ(losses("first", "lr")[1], 0.003);
 }
 
+TEST_F(HpTrain, WithoutValidationTheLastLineHasTheTrainingLoss) {
+  const Outcome outcome = run(2, {"--log.name=none", "--data.validation_fraction=0"});
+  ASSERT_EQ(outcome.code, 0) << outcome.output;
+  EXPECT_THAT(outcome.output, ::testing::ContainsRegex("\nRESULT world=2 loss_end=[0-9]\\.[0-9]+ tokens_per_s=[0-9]+\n"));
+  EXPECT_THAT(outcome.output, Not(HasSubstr("nan")));
+  EXPECT_THAT(outcome.output, HasSubstr("no validation (data.validation_fraction = 0)"));
+  EXPECT_THAT(testing::file_text(dir_ / "runs/none/result.txt"), ::testing::StartsWith("world=2 loss_end="));
+}
+
 TEST_F(HpTrain, HelpAndPrintConfig) {
   const Outcome help = run_alone({"--help"});
   EXPECT_EQ(help.code, 0);
@@ -214,8 +194,7 @@ TEST_F(HpTrain, TwoRanksReportAMistakeOnce) {
 }
 
 TEST_F(HpTrain, ARankThatDiesStopsTheOther) {
-  std::vector<Process> ranks = testing::start_ranks(2, HP_TRAIN, arguments({"--train.max_steps=1000000", "--train.eval_every=0"}),
-                                                    {{"OMP_NUM_THREADS", "1"}});
+  std::vector<Process> ranks = start(2, {"--train.max_steps=1000000", "--train.eval_every=0"});
   ASSERT_TRUE(ranks[0].wait_for_output("step      2/", 60s)) << ranks[0].output();
   ranks[1].kill(SIGKILL);
   EXPECT_EQ(ranks[0].wait(40s), 1);

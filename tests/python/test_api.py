@@ -39,9 +39,13 @@ def becomes_dtensors(rank, world):
         mine = mine[rank] if rank < len(mine) else want[name][:0]
         torch.testing.assert_close(parameter.to_local().detach(), mine, rtol=0, atol=0)
         torch.testing.assert_close(parameter.full_tensor().detach(), want[name], rtol=0, atol=0)
-    # The shards of a unit are one flat buffer, and DTensors have no copies of it.
+    # The shards of a unit are one flat buffer, and DTensors have no copies of it. Each has a storage that ends where it ends.
     block = model.blocks[0]
-    assert len({parameter._local_tensor.untyped_storage().data_ptr() for parameter in block.parameters()}) == 1
+    shards = [parameter._local_tensor for parameter in block.parameters()]
+    assert all(shard.storage_offset() == 0 and shard.untyped_storage().nbytes() == shard.nbytes for shard in shards)
+    spans = sorted((shard.data_ptr(), shard.data_ptr() + shard.nbytes) for shard in shards if shard.numel() > 0)
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+    assert spans[-1][1] - spans[0][0] <= block._hyper_parallel_state.unit.memory()["shards"]
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -2,6 +2,7 @@
 import copy
 import dataclasses
 import inspect
+import io
 import pickle
 
 import pytest
@@ -57,8 +58,18 @@ def refusals(rank, world):
     model = ours.fully_shard(Block(), mesh=mesh)
     with refused(ValueError, "FSDPBlock is already a unit"):
         ours.fully_shard(model, mesh=mesh)
-    with refused(RuntimeError, "sharded and cannot be copied"):
-        copy.deepcopy(model)
+    for attempt in (copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with refused(RuntimeError, "FSDPBlock is sharded and cannot be pickled", "state_dict"):
+            attempt(model)
+    around = ours.fully_shard(nn.Sequential(Block(), Block()), mesh=mesh)
+    with refused(ValueError, "parameter scale of Block belongs to unit Sequential already", "inner modules first"):
+        ours.fully_shard(around[0], mesh=mesh)
+    linear = nn.Linear(2, 2)
+    for script, text in [(torch.jit.script(linear), "the module is a RecursiveScriptModule"),
+                         (torch.jit.trace(linear, torch.ones(1, 2)), "the module is a TopLevelTracedModule"),
+                         (nn.Sequential(torch.jit.script(linear)), "module 0 is a RecursiveScriptModule")]:
+        with refused(ValueError, text, "TorchScript", "want the nn.Module"):
+            ours.fully_shard(script, mesh=mesh)
     shared = build(Net, tied=True)
     ours.fully_shard(shared.embed, mesh=mesh)
     with refused(ValueError, "already managed by unit Embedding"):
@@ -123,6 +134,64 @@ def switches(rank, world):
 
 def test_switches_check_their_arguments():
     run_ranks(1, switches)
+
+
+def wrong_types(rank, world):
+    """Whatever is no argument for them raises TypeError or ValueError with the function's name, and changes nothing."""
+    mesh = mesh_of(world, 0)
+    model = hp.fully_shard(build(Block), mesh=mesh)
+    optimizer = hp.optim.AdamW(model)
+    values = {"None": None, "x": "x", "-1": -1, "1.5": 1.5, "object": object()}
+
+    def check(op, call, *fine):
+        for name, value in values.items():
+            if name in fine:
+                continue
+            with pytest.raises((TypeError, ValueError)) as caught:
+                call(value)
+            assert f"[{op}]" in str(caught.value), f"{op}({name}): {caught.value}"
+
+    with_recurse = ["set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_forward", "set_reshard_after_backward",
+                    "set_reduce_scatter_unused_params", "set_separate_reduce_scatter_group"]
+    for name in [*with_recurse, "unshard", "set_is_last_backward", "set_unshard_in_backward", "set_force_sum_reduction_for_comms",
+                 "set_allocate_memory_from_process_group_for_comm", "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch",
+                 "set_custom_all_gather", "set_custom_reduce_scatter", "set_post_optim_event", "set_reduce_op_type", "reset_iter_state",
+                 "set_reduce_scatter_max_input_buffers", "set_symm_mem_for_comm"]:
+        check(name, getattr(model, name))
+    for name, fine in [*((name, True) for name in with_recurse), ("set_reduce_scatter_max_input_buffers", 1), ("set_reduce_op_type", "avg")]:
+        check(name, lambda value: getattr(model, name)(fine, recurse=value))  # noqa: B023
+    check("set_gradient_divide_factor", model.set_gradient_divide_factor, "-1", "1.5")
+    check("set_gradient_divide_factor", model.set_reduce_scatter_divide_factor, "-1", "1.5")
+    check("set_gradient_scaling_factor", model.set_gradient_scaling_factor, "None", "-1", "1.5")
+    check("set_all_reduce_hook", model.set_all_reduce_hook, "None")
+    check("set_all_reduce_hook", lambda value: model.set_all_reduce_hook(print, stream=value), "None")
+    check("register_fsdp_forward_method", lambda value: ours.register_fsdp_forward_method(model, value))
+    check("share_comm_ctx", ours.share_comm_ctx)
+
+    for api in (ours, hp):
+        check("fully_shard", lambda value: api.fully_shard(value, mesh=mesh))  # noqa: B023
+        options = {"mesh": ["None"], "reshard_after_forward": ["None"], "shard_placement_fn": ["None"], "mp_policy": [],
+                   "offload_policy": ["None"], "ignored_params": ["None"]}
+        own = {"replicate_params": ["None"], "comm_fusion": [], "comm_fusion_zero_copy": ["None"], "source_shard_infos": ["None"],
+               "bucket_size": ["-1"], "shard_layout": []}
+        for name, fine in (options | (own if api is hp else {"dp_mesh_dims": ["None"]})).items():
+            check("fully_shard", lambda value: api.fully_shard(Block(), **{"mesh": mesh, name: value}), *fine)  # noqa: B023
+
+    check("AdamW", hp.optim.AdamW)
+    for name, fine in {"lr": ["1.5"], "betas": [], "eps": ["1.5"], "weight_decay": ["1.5"], "maximize": [], "master_weights": []}.items():
+        check("AdamW", lambda value: hp.optim.AdamW(model, **{name: value}), *fine)  # noqa: B023
+    check("AdamW", lambda value: setattr(optimizer, "lr", value), "1.5")
+    check("AdamW", optimizer.load_state_dict)
+    check("zero_grad", optimizer.zero_grad)
+    check("clip_grad_norm_", lambda value: hp.clip_grad_norm_(value, 1.0))
+    for name, fine in {"max_norm": ["1.5"], "norm_type": ["1.5"], "error_if_nonfinite": []}.items():
+        check("clip_grad_norm_", lambda value: hp.clip_grad_norm_(model, **{"max_norm": 1.0, name: value}), *fine)  # noqa: B023
+    model(torch.ones(1, DIM)).sum().backward()
+    assert optimizer.lr == 1e-3
+
+
+def test_arguments_of_other_types():
+    run_ranks(1, wrong_types)
 
 
 def test_names_and_signatures_are_those_of_torch():

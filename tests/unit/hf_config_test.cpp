@@ -174,7 +174,15 @@ TEST(HfConfig, TheDecoderOfHpTrain) {
   experts.mlp_only_layers = {2};
   EXPECT_THAT(value_error([&] { return train::model_config_of(experts); }), HasSubstr("mlp_only_layers"));
   model.qk_norm = false;
-  EXPECT_THAT(value_error([&] { return train::hf_config_of(model); }), HasSubstr("want qk_norm = true"));
+  EXPECT_EQ(value_error([&] { return train::hf_config_of(model); }),
+            "[hf] a model with experts is a Qwen3 MoE elsewhere: model.qk_norm = false, want true");
+  model.shared_ffn_dim = 9;
+  model.router = "sigmoid";
+  EXPECT_THAT(value_error([&] { return train::hf_config_of(model); }),
+              HasSubstr("model.qk_norm = false, want true; model.shared_ffn_dim = 9, want 0; model.router = \"sigmoid\", want "
+                        "\"softmax\""));
+  model.qk_norm = true;
+  EXPECT_THAT(value_error([&] { return train::hf_config_of(model); }), ::testing::Not(HasSubstr("qk_norm")));
 }
 
 }  // namespace

@@ -108,6 +108,13 @@ TEST(TrainConfig, BadValuesSayWhatIsWanted) {
   EXPECT_EQ(message_of("", {{"model.dim", "many"}}), "[config] model.dim = many, want an integer >= 1 (command line)");
   EXPECT_THAT(message_of("", {{"model.dim", "1\nn_heads = 2"}}), HasSubstr("want an integer"));
   EXPECT_THAT(message_of("", {{"log.name", ""}}), HasSubstr("want a text that is not empty"));
+  // The upper limit is named where it matters.
+  EXPECT_EQ(message_of("[model]\ndim = 2000000000\n"),
+            "[config] model.dim = 2000000000, want an integer >= 1 and <= 1073741824 (a.toml:2)");
+  EXPECT_EQ(message_of("", {{"train.seed", "5000000000"}}),
+            "[config] train.seed = 5000000000, want an integer >= 0 and <= 1073741824 (command line)");
+  EXPECT_EQ(message_of("", {{"train.seed", "99999999999999999999"}}),
+            "[config] train.seed = 99999999999999999999, want an integer >= 0 and <= 1073741824 (command line)");
 }
 
 TEST(TrainConfig, ValuesThatContradictEachOther) {

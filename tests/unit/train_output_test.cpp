@@ -167,6 +167,10 @@ TEST(Format, TablesNameEverySettingAndItsSource) {
   const BatchPlan axes{.dp_replicate = 2, .dp_shard = 3, .cp = 2, .tp = 4, .ep = 8};
   EXPECT_THAT(memory_table(c, axes, {}), HasSubstr("one of 48 ranks (6 shards x 2 replicas, cp 2, tp 4, ep 8)"));
   EXPECT_THAT(memory, HasSubstr("optimizer state"));
+  EXPECT_THAT(memory, ::testing::Not(HasSubstr("checkpoint buffer")));
+  const EngineBytes staged{.shards = 1000, .gradients = 1000, .pool = 300, .staging = 3'000'000'000};
+  EXPECT_THAT(memory_table(c, plan_batches(c, 2), staged),
+              ::testing::ContainsRegex("checkpoint buffer \\(about\\) +3\\.00 GB\n  total, without torch itself +3\\.0"));
 }
 
 StepMetrics example() {

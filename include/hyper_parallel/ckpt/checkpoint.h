@@ -118,7 +118,8 @@ struct SaveOptions {
 ///
 /// Errors are the same on all ranks, with the text of the first that failed. ValueError, nothing is written: ranks that disagree
 /// about a tensor, parts that overlap or leave holes, `extra` that is no JSON, a folder that is there (with `overwrite`: that
-/// holds no checkpoint). CheckpointError: a file system error; the folder of the attempt is removed. CommError.
+/// holds no checkpoint, or files besides it). CheckpointError: a file system error; the folder of the attempt is removed.
+/// CommError.
 HP_API void save(const std::filesystem::path& path, const StateDict& state, const SaveOptions& options = {});
 
 struct LoadOptions {

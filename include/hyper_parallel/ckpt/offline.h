@@ -23,7 +23,7 @@ struct RewriteOptions {
   std::string add_prefix = {};
   std::optional<Dtype> dtype = {};        ///< floating point tensors are converted to it; others stay as they are
   std::string extra = {};                 ///< JSON text to keep with a checkpoint
-  bool overwrite = false;                 ///< replace a folder of the same kind, once the new one is complete
+  bool overwrite = false;                 ///< replace a folder of the same kind without other files, once the new one is complete
   std::uint64_t buffer_bytes = 16 << 20;  ///< memory for values, besides that of a conversion
   OnProgress progress = {};
 };
@@ -64,7 +64,7 @@ struct DiffOptions {
 [[nodiscard]] HP_API std::vector<Difference> diff(const Source& first, const Source& second, const DiffOptions& options = {});
 
 /// Reads every byte of a source; what is wrong, in words. Checkpoints are compared with their checksums (ckpt::verify); elsewhere
-/// files say only how long they are. Local.
+/// files say only how long they are. Local. CheckpointError: nothing is there, it is pickled, or it is none of the kinds.
 [[nodiscard]] HP_API std::vector<std::string> verify_source(const std::filesystem::path& path, const OnProgress& progress = {});
 
 }  // namespace hyper_parallel::ckpt

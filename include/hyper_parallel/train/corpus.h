@@ -1,5 +1,6 @@
 #pragma once
 // Corpus: the bytes of a text file or folder, memory-mapped. Torch-free.
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -22,6 +23,8 @@ class Corpus {
   [[nodiscard]] std::int64_t files() const;
   /// Copies bytes [offset, offset + out.size()), which must exist, as tokens.
   void read(std::int64_t offset, std::span<std::int64_t> out) const;
+  /// The byte at `offset`, which must exist, and those that follow it in the same file.
+  [[nodiscard]] std::span<const std::byte> bytes_at(std::int64_t offset) const;
 
  private:
   struct Impl;

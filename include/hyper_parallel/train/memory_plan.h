@@ -18,13 +18,14 @@ struct UnitSize {
 [[nodiscard]] std::vector<UnitSize> llama_units(const ModelConfig& model);
 [[nodiscard]] std::int64_t parameter_count(const ModelConfig& model);
 
-/// What engine and optimizer say that they will hold: fsdp::UnitHandle::plan_memory and optim::FlatOptimizer::state_bytes,
-/// without their headers.
+/// What engine, optimizer and checkpoints say that they will hold: fsdp::UnitHandle::plan_memory,
+/// optim::FlatOptimizer::state_bytes and ckpt::bytes_to_write, without their headers.
 struct EngineBytes {
   std::int64_t shards = 0;
   std::int64_t gradients = 0;
   std::int64_t pool = 0;
   std::int64_t optimizer_state = 0;  ///< with the averages of optim.ema_decay
+  std::int64_t staging = 0;          ///< buffer of saves in the background
 };
 
 /// Bytes of one rank. Exact but for the activations.

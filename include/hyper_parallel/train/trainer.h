@@ -26,7 +26,8 @@ struct TrainResult {
   std::vector<StepMetrics> history;
 };
 
-/// "world=2 val_loss_start=5.5702 val_loss_end=1.4000 tokens_per_s=20000", as in result.txt.
+/// "world=2 val_loss_start=5.5702 val_loss_end=1.4000 tokens_per_s=20000", as in result.txt. Without a validation split
+/// "world=2 loss_end=1.4012 tokens_per_s=20000", with the loss of the last step that `history` has.
 [[nodiscard]] std::string to_string(const TrainResult& result);
 
 struct RunOptions {

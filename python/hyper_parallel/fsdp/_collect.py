@@ -59,6 +59,10 @@ class Collector:
                 self.collect(child, member, f"{prefix}{name}.", False, inside)
 
     def _take(self, module: nn.Module, member: int, prefix: str) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            which = f"module {prefix[:-1]}" if prefix else "the module"
+            raise ValueError(f"[{OP}] {which} is a {type(module).__name__}, whose parameters belong to TorchScript, want the nn.Module "
+                             "that it was made from")
         managed = False
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in self._ignored:

@@ -11,12 +11,17 @@ from torch import nn
 
 from .. import _C
 
-Flag = bool
-
-
-def _check_bool(op: str, name: str, value: Any) -> None:
+def check_bool(op: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"[{op}] {name} is {value!r}, want True or False")
+
+
+def number(op: str, name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"[{op}] {name} is {value!r}, want a number or a tensor of one element")
+    return float(value)
 
 
 def _units(op: str, modules: Any) -> list[Any]:
@@ -61,12 +66,29 @@ class FSDPModule:
     def _unit(self) -> Any:
         return self._hyper_parallel_state.unit
 
+    def _set(self, name: str, value: Any, recurse: Any) -> None:
+        """Calls a setter of the engine that takes ``recurse``, and remembers it for copies."""
+        check_bool(name, "recurse", recurse)
+        getattr(self._unit, name)(value, recurse)
+        for state in _states(cast(nn.Module, self), recurse):
+            state.switches[name] = (value, False)
+
+    def _set_own(self, name: str, *arguments: Any) -> None:
+        """Likewise one for this unit."""
+        getattr(self._unit, name)(*arguments)
+        self._hyper_parallel_state.switches[name] = arguments
+
+    def _prefetch(self, name: str, modules: Any) -> None:
+        units = _units(name, modules)
+        getattr(self._unit, name)(units or None)
+        self._hyper_parallel_state.prefetch[name] = units
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this unit and registers them in place of the shards, until ``reshard`` or the end of a backward.
 
         Collective over the shard group. Returns a handle to wait on with ``async_op``, else None. Raises CommError.
         """
-        _check_bool("unshard", "async_op", async_op)
+        check_bool("unshard", "async_op", async_op)
         handle = self._unit.unshard(async_op)
         return UnshardHandle(handle) if async_op else None
 
@@ -84,44 +106,44 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: the end of backward does not wait for reductions; the next backward with True does. For the whole tree."""
-        _check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
-        self._unit.set_is_last_backward(is_last_backward)
+        check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+        self._set_own("set_is_last_backward", is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: backward keeps full local gradients, without communication, until a backward runs with True."""
-        _check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
-        self._unit.set_requires_gradient_sync(requires_gradient_sync, recurse)
+        check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
+        self._set("set_requires_gradient_sync", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: gradients are reduced over the shard group only, and kept, until a backward runs with True. Without replicas nothing
         changes."""
-        _check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        check_bool("set_requires_all_reduce", "recurse", recurse)
         for state in _states(cast(nn.Module, self), recurse):
             if state.mesh.ndim == 2:
                 state.unit.set_requires_all_reduce(requires_all_reduce, False)
+                state.switches["set_requires_all_reduce"] = (requires_all_reduce, False)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the gathered parameters are freed after forward. Raises ValueError: no bool."""
-        _check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
-        self._unit.set_reshard_after_forward(reshard_after_forward, recurse)
+        check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
+        self._set("set_reshard_after_forward", reshard_after_forward, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False: parameters stay gathered after a backward that completes no gradients, for the next forward."""
-        _check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
-        self._unit.set_reshard_after_backward(reshard_after_backward, recurse)
+        check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
+        self._set("set_reshard_after_backward", reshard_after_backward, recurse)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """These units are gathered right after this one in forward, in this order, in place of the one that came next last time.
 
         An empty list restores that. Raises ValueError: no list of sharded modules.
         """
-        units = _units("set_modules_to_forward_prefetch", modules)
-        self._unit.set_modules_to_forward_prefetch(units or None)
+        self._prefetch("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Likewise in backward."""
-        units = _units("set_modules_to_backward_prefetch", modules)
-        self._unit.set_modules_to_backward_prefetch(units or None)
+        self._prefetch("set_modules_to_backward_prefetch", modules)
 
     def set_custom_all_gather(self, comm: Callable[..., Any]) -> None:
         """``comm(output_tensor, input_tensor, group, async_op=True)`` gathers this unit; returns a Work, or None when it is done.
@@ -129,19 +151,22 @@ class FSDPModule:
         ``output_tensor`` [W * n] and ``input_tensor`` [n], a part of it, have the compute dtype; they are ours, so that
         ``comm.allocate`` is not called. Raises ValueError: gradients are in flight.
         """
-        self._unit.set_custom_all_gather(_starter(self._hyper_parallel_state, comm))
+        self._set_own("set_custom_all_gather", _starter("set_custom_all_gather", self._hyper_parallel_state, comm))
 
     def set_custom_reduce_scatter(self, comm: Callable[..., Any]) -> None:
         """``comm(output_tensor, input_tensor, group, op, async_op=True)`` sums the gradients of this unit. ``op`` is always SUM;
         averages are taken afterwards. ``input_tensor`` [W * n] has one row for each rank, ``output_tensor`` is [n]."""
-        self._unit.set_custom_reduce_scatter(_starter(self._hyper_parallel_state, comm, dist.ReduceOp.SUM))
+        start = _starter("set_custom_reduce_scatter", self._hyper_parallel_state, comm, dist.ReduceOp.SUM)
+        self._set_own("set_custom_reduce_scatter", start)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """``hook(reduced)`` is given this unit's reduced gradient, flat, in the reduce dtype, before it becomes ``.grad``, and may
-        change it in place. Raises ValueError: a stream."""
+        change it in place. None takes it away. Raises ValueError: a stream, no function."""
+        if hook is not None and not callable(hook):
+            raise ValueError(f"[set_all_reduce_hook] hook is {type(hook).__name__}, want a function")
         if stream is not None:
             raise ValueError("[set_all_reduce_hook] stream is given, want None: there are none on a CPU mesh")
-        self._unit.set_all_reduce_hook(hook, False)
+        self._set_own("set_all_reduce_hook", hook, False)
 
     def set_post_optim_event(self, event: Any) -> None:
         """The next forward waits for ``event`` (``synchronize()``, or a function that is called) before it reads the shards."""
@@ -152,43 +177,54 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """This unit's gradients are divided by it instead of by the number of ranks. Raises ValueError: zero or not finite."""
-        self._unit.set_gradient_divide_factor(float(factor), False)
+        self._set_own("set_gradient_divide_factor", number("set_gradient_divide_factor", "factor", factor), False)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of set_gradient_divide_factor."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Changes nothing: gradients always travel to be summed, and factors are applied to the sum."""
-        _check_bool("set_force_sum_reduction_for_comms", "enable", enable)
+        """True holds at all times: communication only ever adds, and factors are applied to sums by this rank. False allows other
+        operations, and none is used. Raises ValueError: no bool."""
+        check_bool("set_force_sum_reduction_for_comms", "enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """False: a unit that ran forward and got no gradient is left out of the reduction instead of taking part with zeros.
 
         Only right when it gets none on every rank. The default here is True.
         """
-        _check_bool("set_reduce_scatter_unused_params", "reduce_scatter_unused_params", reduce_scatter_unused_params)
-        self._unit.set_reduce_scatter_unused_params(reduce_scatter_unused_params, recurse)
+        check_bool("set_reduce_scatter_unused_params", "reduce_scatter_unused_params", reduce_scatter_unused_params)
+        self._set("set_reduce_scatter_unused_params", reduce_scatter_unused_params, recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Changes nothing: a unit's buffer is free again when the next unit needs one. Raises TypeError, ValueError as torch."""
+        """Any bound holds at all times: one unit's reduction gives its buffer back before the next one takes its own. A higher bound
+        brings no more overlap. Raises TypeError: no int; ValueError: less than 1."""
+        op = "set_reduce_scatter_max_input_buffers"
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"[set_reduce_scatter_max_input_buffers] max_input_buffers is {max_input_buffers!r}, want an int")
+            raise TypeError(f"[{op}] max_input_buffers is {max_input_buffers!r}, want an int")
         if max_input_buffers < 1:
-            raise ValueError(f"[set_reduce_scatter_max_input_buffers] max_input_buffers is {max_input_buffers}, want 1 or more")
+            raise ValueError(f"[{op}] max_input_buffers is {max_input_buffers}, want 1 or more")
+        check_bool(op, "recurse", recurse)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Changes nothing: gathers and reductions of a group do not wait for each other."""
-        _check_bool("set_separate_reduce_scatter_group", "enable", enable)
+        """True holds at all times: gathers and reductions are matched by tags of their own and do not queue behind each other. False
+        allows them to share a queue, which they have not. Raises ValueError: no bool."""
+        check_bool("set_separate_reduce_scatter_group", "enable", enable)
+        check_bool("set_separate_reduce_scatter_group", "recurse", recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: the backward of this unit does not read its parameters (an embedding), so they are not gathered for it."""
-        _check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
-        self._unit.set_unshard_in_backward(unshard_in_backward)
+        check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
+        self._set_own("set_unshard_in_backward", unshard_in_backward)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Changes nothing: buffers always come from the group's own memory."""
-        _check_bool("set_allocate_memory_from_process_group_for_comm", "enable", enable)
+        """True holds at all times: staging buffers come from the allocator of the unit's group, whatever is set here; on a CPU mesh
+        torch's groups have none either. Raises ValueError: no bool, True for a unit with communication of the user's own."""
+        op = "set_allocate_memory_from_process_group_for_comm"
+        check_bool(op, "enable", enable)
+        custom = self._hyper_parallel_state.switches.keys() & {"set_custom_all_gather", "set_custom_reduce_scatter"}
+        if enable and custom:
+            raise ValueError(f"[{op}] enable is True after {min(custom)}, want one of the two (unit {self._unit.name()})")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Raises ValueError: symmetric memory is NCCL's."""
@@ -206,24 +242,23 @@ class HSDPModule(FSDPModule):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: gradients are reduced over the shard group only, and kept, until a backward runs with True; without replicas, too."""
-        _check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
-        self._unit.set_requires_all_reduce(requires_all_reduce, recurse)
+        check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        self._set("set_requires_all_reduce", requires_all_reduce, recurse)
 
     def set_reduce_op_type(self, op: str, recurse: bool = True) -> None:
         """"avg" or "sum": how gradients of different ranks are combined. Raises ValueError otherwise."""
         if not isinstance(op, str):
             raise ValueError(f"[set_reduce_op_type] op is {op!r}, want \"avg\" or \"sum\"")
-        self._unit.set_reduce_op_type(op, recurse)
+        self._set("set_reduce_op_type", op, recurse)
 
     def set_gradient_scaling_factor(self, factor: float | torch.Tensor | None = None) -> None:
         """Every reduction of this unit is multiplied by it; None: not any more. Raises ValueError: bool, not one element, not finite."""
-        if isinstance(factor, bool) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
-            raise ValueError(f"[set_gradient_scaling_factor] factor is {factor!r}, want a number, a tensor of one element, or None")
-        self._unit.set_gradient_scaling_factor(None if factor is None else float(factor))
+        value = None if factor is None else number("set_gradient_scaling_factor", "factor", factor)
+        self._set_own("set_gradient_scaling_factor", value)
 
     def reset_iter_state(self, recursive: bool = True) -> None:
         """See FSDPModule; with ``recursive=False`` this unit only."""
-        _check_bool("reset_iter_state", "recursive", recursive)
+        check_bool("reset_iter_state", "recursive", recursive)
         self._unit.reset_iter_state(recursive)
 
 
@@ -236,9 +271,9 @@ def _states(module: nn.Module, recurse: bool) -> Iterable[Any]:
             yield each._hyper_parallel_state
 
 
-def _starter(state: Any, comm: Callable[..., Any], *op: Any) -> Callable[..., Any]:
+def _starter(name: str, state: Any, comm: Callable[..., Any], *op: Any) -> Callable[..., Any]:
     if not callable(comm):
-        raise ValueError(f"[set_custom_communication] comm is {type(comm).__name__}, want something that can be called")
+        raise ValueError(f"[{name}] comm is {type(comm).__name__}, want something that can be called")
     group = state.mesh.get_group(state.mesh.ndim - 1)
 
     def start(output: torch.Tensor, input: torch.Tensor) -> Any:
@@ -255,16 +290,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    if not hasattr(module, method_name):
+    method = getattr(module, method_name, None) if isinstance(method_name, str) else None
+    if not callable(method):
         raise ValueError(f"[register_fsdp_forward_method] {type(module).__name__} has no method {method_name}")
-    method = getattr(module, method_name)
+    # A copy of the module runs it on itself.
+    bound = getattr(method, "__self__", None) is module
+    function: Any = method.__func__ if bound else method  # type: ignore[attr-defined]
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit, member = self._hyper_parallel_state.unit, self._hyper_parallel_member
         args, kwargs = unit.enter(member, args, kwargs) or (args, kwargs)
         try:
-            result = method(*args, **kwargs)
+            result = function(self, *args, **kwargs) if bound else function(*args, **kwargs)
         except BaseException:
             unit.abandon(member, False)
             raise
@@ -274,5 +312,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Changes nothing but checks its argument: there are no streams to share on a CPU mesh. Raises ValueError: no sharded module."""
-    _units("share_comm_ctx", list(modules))
+    """Holds at all times: the streams that it would share are those of accelerators, and a CPU mesh has none; the memory of each tree
+    is one pool. Raises ValueError: no list of sharded modules."""
+    _units("share_comm_ctx", modules)

@@ -1,150 +1,23 @@
 """fully_shard: maps torch.nn modules onto the engine's slots."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .. import _C
+from ._adopt import Description, Entries, State, block_wrapper, local_of, make_parameter, managing_state
 from ._collect import OP, Collector, Slot, outermost
 from ._comm import default_mesh, engine_mesh
-from ._module import FSDPModule, HSDPModule
+from ._copy import deepcopy_unit
+from ._module import FSDPModule, HSDPModule, check_bool
 from ._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
-
-class _State:
-    """What a sharded module knows of its unit. Shared by the modules of a list."""
-
-    def __init__(self, unit: Any, mesh: DeviceMesh, slots: list[_Description]) -> None:
-        self.unit = unit
-        self.mesh = mesh
-        self.slots = slots
-
-    def after_conversion(self) -> None:
-        """Module._apply has converted, or replaced, the shards that are registered."""
-        began_on_meta = any(self.unit.sharded(i).is_meta for i in range(len(self.slots)))
-        entries = [places[0][0][places[0][1]] for places in (slot.places for slot in self.slots)]
-        if began_on_meta and not any(entry.is_meta for entry in entries):
-            # to_empty: there are no values to take over.
-            self.unit.to_empty()
-            for i, entry in enumerate(entries):
-                _register(self.unit, i, self.slots[i], entry)
-        self.unit.follow()
-
-    def before_state_dict(self, *_: Any) -> None:
-        if self.unit.shows_gathered():
-            self.unit.reshard()
-
-
-@dataclass
-class _Description:
-    """Of one slot, without the whole parameter."""
-
-    name: str
-    shape: torch.Size
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    places: list[tuple[dict[str, Any], str]]
-    ragged: bool
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
-
-
-def _dtensor_over(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Any:
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, _contiguous_stride(shape), local.dtype))
-    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[attr-defined]
-
-
-def _local_of(parameter: Any) -> torch.Tensor:
-    return parameter._local_tensor.detach()
-
-
-def _block_wrapper(cut: DTensorSpec) -> Callable[[torch.Tensor], Any]:
-    """What a module computes with: a parameter that is a DTensor as it was before."""
-
-    def wrap(local: torch.Tensor) -> Any:
-        whole = _dtensor_over(local, cut.mesh, cut.placements, cut.shape)
-        whole._is_param = True
-        return whole
-
-    return wrap
-
-
-def _make_parameter(slot: Slot, local: torch.Tensor) -> nn.Parameter:
-    assert slot.mesh is not None
-    whole = _dtensor_over(local, slot.mesh, slot.placements, slot.shape)
-    parameter: Any = nn.Parameter(whole, requires_grad=slot.requires_grad)
-    parameter._local_tensor = local  # the Parameter made an alias of it
-    parameter.__dict__.update({name: value for name, value in slot.parameter.__dict__.items() if name != "_is_param"})
-    return parameter
-
-
-def _register(unit: Any, i: int, slot: _Description, entry: Any) -> None:
-    """Makes `entry`, a DTensor, the parameter around the engine's shard."""
-    if not slot.ragged:
-        entry._local_tensor = unit.sharded(i)
-    unit.replace(i, entry)
-
-
-def _adopt(slots: list[_Description], unit: Any, i: int, entry: Any) -> None:
-    """Somebody has registered another tensor in place of a shard: a state dictionary with assign=True, a conversion."""
-    slot = slots[i]
-    where = f"(parameter {slot.name} of unit {unit.name()})"
-    if not isinstance(entry, torch.Tensor):
-        raise ValueError(f"[{OP}] a parameter was replaced by {type(entry).__name__}, want a tensor {where}")
-    sharded, old = unit.sharded(i), unit.parameter(i)
-    with torch.no_grad():
-        if isinstance(entry, DTensor):
-            if entry.shape != slot.shape:
-                raise ValueError(f"[{OP}] a parameter was replaced by one of shape {tuple(entry.shape)}, want {tuple(slot.shape)} {where}")
-            same = entry.device_mesh == slot.mesh and tuple(entry.placements) == slot.placements
-            values = entry._local_tensor if same else entry.redistribute(slot.mesh, slot.placements)._local_tensor
-        else:
-            same, values = False, entry.detach()
-        if values.is_meta:
-            raise ValueError(f"[{OP}] a parameter was moved to the meta device, want one with values {where}")
-        if sharded.is_meta:
-            unit.to_empty()
-            sharded.copy_(values if values.shape == sharded.shape else _own_part(slot, values))
-        else:
-            sharded.data = values.detach()  # the engine takes the values over, cuts whole ones, and follows another dtype
-    if slot.ragged:
-        unit.replace(i, old)
-        return
-    if same and isinstance(entry, nn.Parameter):
-        _register(unit, i, slot, entry)
-    else:
-        old.requires_grad_(entry.requires_grad)
-        unit.replace(i, old)
-
-
-def _own_part(slot: _Description, whole: torch.Tensor) -> torch.Tensor:
-    if whole.shape != slot.shape:
-        raise ValueError(f"[{OP}] parameter {slot.name} was replaced by a tensor of shape {tuple(whole.shape)}, want {tuple(slot.shape)}")
-    mesh = slot.mesh
-    coordinate: Any = mesh.get_coordinate()
-    if mesh.ndim > 2:
-        raise ValueError(f"[{OP}] parameter {slot.name} was replaced by a plain tensor, want a DTensor: two meshes cut it")
-    part = whole
-    for axis, placement in enumerate(slot.placements):
-        if isinstance(placement, Shard):
-            chunks = torch.chunk(part, mesh.size(axis), placement.dim)
-            mine = coordinate[axis]
-            part = chunks[mine] if mine < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return part
 
 
 def _check_mesh(mesh: Any) -> None:
@@ -210,37 +83,70 @@ def _join_mesh(slot: Slot, parameter: DTensor, own: Placement, mesh: DeviceMesh,
 
 
 def _parameter_ids(name: str, parameters: Any) -> set[int]:
-    for parameter in parameters or ():
+    if parameters is None:
+        return set()
+    if not isinstance(parameters, Iterable) or isinstance(parameters, torch.Tensor):
+        raise TypeError(f"[{OP}] {name} is {type(parameters).__name__}, want a set of parameters")
+    ids = set()
+    for parameter in parameters:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"[{OP}] {name} has a {type(parameter).__name__}, want parameters")
-    return {id(parameter) for parameter in parameters or ()}
+        ids.add(id(parameter))
+    return ids
 
 
 def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    if not all(hasattr(mp_policy, name) for name in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")):
+        raise ValueError(f"[{OP}] mp_policy is {type(mp_policy).__name__}, want a MixedPrecisionPolicy")
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(mp_policy, name, "missing")
+        dtype = getattr(mp_policy, name)
         if not (dtype is None or isinstance(dtype, torch.dtype)):
             raise ValueError(f"[{OP}] mp_policy.{name} is {dtype!r}, want a torch.dtype or None")
-    if not any(cls.__name__ == "OffloadPolicy" for cls in type(offload_policy).__mro__):
+    check_bool(OP, "mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
+    if offload_policy is not None and not any(cls.__name__ == "OffloadPolicy" for cls in type(offload_policy).__mro__):
         raise ValueError(f"[{OP}] offload_policy is {type(offload_policy).__name__}, want an OffloadPolicy")
+    check_bool(OP, "offload_policy.pin_memory", getattr(offload_policy, "pin_memory", False))
 
 
-def _check_reshard(reshard_after_forward: Any) -> None:
+def _check_choices(reshard_after_forward: Any, shard_placement_fn: Any, comm_fusion: Any, bucket_size: Any) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ValueError(f"[{OP}] reshard_after_forward is {reshard_after_forward!r}, want a bool, an int or None")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise ValueError(f"[{OP}] shard_placement_fn is {type(shard_placement_fn).__name__}, want a function or None")
+    check_bool(OP, "comm_fusion", comm_fusion)
+    if isinstance(bucket_size, bool) or not isinstance(bucket_size, int):
+        raise ValueError(f"[{OP}] bucket_size is {bucket_size!r}, want a number of bytes, or -1")
+
+
+def _refuse_managed(collector: Collector) -> None:
+    for module in collector.modules:
+        for name in module._parameters:
+            state = managing_state(module, name)
+            if state is not None:
+                raise ValueError(f"[{OP}] parameter {name} of {type(module).__name__} belongs to unit {state.unit.name()} already, want "
+                                 "fully_shard on inner modules first and on the modules around them last")
 
 
 _classes: dict[tuple[type, type], type] = {}
 
 
-def _refuse_deepcopy(self: Any, memo: Any) -> Any:
-    raise RuntimeError(f"[deepcopy] {type(self).__name__} is sharded and cannot be copied: copy the model before fully_shard, "
-                       "or keep copies of its state_dict()")
+def _plain_class(cls: type) -> type:
+    """Of a sharded module's class that from which fully_shard has made it."""
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+
+
+def _deepcopy(self: Any, memo: Any) -> Any:
+    return deepcopy_unit(self, memo, _shard, _plain_class)
+
+
+def _refuse_pickle(self: Any, protocol: Any) -> Any:
+    raise RuntimeError(f"[pickle] {type(self).__name__} is sharded and cannot be pickled or copied by copy.copy, want its state_dict(), "
+                       "or copy.deepcopy")
 
 
 def _sharded_class(base: type, cls: type, prefix: str) -> type:
     if (base, cls) not in _classes:
-        body = {"__deepcopy__": _refuse_deepcopy, "__module__": cls.__module__, "__qualname__": f"{prefix}{cls.__qualname__}"}
+        body = {"__deepcopy__": _deepcopy, "__reduce_ex__": _refuse_pickle, "__module__": cls.__module__, "__qualname__": f"{prefix}{cls.__qualname__}"}
         _classes[base, cls] = type(f"{prefix}{cls.__name__}", (base, cls), body)
     return _classes[base, cls]
 
@@ -260,13 +166,15 @@ def _shard(
     bucket_size: int = -1,
     ragged: bool = False,
 ) -> Any:
+    given = dict(locals())
     roots, _ = outermost(module)
-    _check_reshard(reshard_after_forward)
+    _check_choices(reshard_after_forward, shard_placement_fn, comm_fusion, bucket_size)
     _check_policies(mp_policy, offload_policy)
     replicated = _parameter_ids("replicate_params", replicate_params)
     collector = Collector(_parameter_ids("ignored_params", ignored_params))
     for member, root in enumerate(roots):
         collector.collect(root, member)
+    _refuse_managed(collector)
     slots = collector.slots
     if mesh is None and any(isinstance(slot.parameter, DTensor) for slot in slots):
         raise ValueError(f"[{OP}] mesh is None, want the data-parallel part of the mesh: there are parameters that are DTensors")
@@ -275,7 +183,7 @@ def _shard(
     _describe(slots, mesh, shard_placement_fn, replicated, ragged)
     # What the engine shards: of a DTensor this rank's block.
     tensors: list[Any] = [
-        slot.parameter if slot.cut is None else nn.Parameter(_local_of(slot.parameter), requires_grad=slot.requires_grad)
+        slot.parameter if slot.cut is None else nn.Parameter(local_of(slot.parameter), requires_grad=slot.requires_grad)
         for slot in slots
     ]
 
@@ -294,47 +202,54 @@ def _shard(
         ragged=ragged,
     )
     described = [
-        _Description(slot.name, slot.shape, slot.mesh or mesh, slot.placements, slot.places, ragged and not slot.replicated)
+        Description(slot.name, slot.shape, slot.mesh or mesh, slot.placements, slot.places, ragged and not slot.replicated)
         for slot in slots
     ]
 
     def wrap(i: int, local: torch.Tensor) -> Any:
         if not described[i].ragged:
-            return _make_parameter(slots[i], local)
+            return make_parameter(slots[i], local)
         local.__class__ = nn.Parameter
         return None
 
-    def adopt(unit: Any, i: int, entry: Any) -> None:
-        _adopt(described, unit, i, entry)
-
+    entries = Entries(described)
     unit = _C.make_unit(
         type(roots[0]).__name__,
         [
-            (slot.name, tensor, slot.member, slot.dim, slot.places, _block_wrapper(slot.cut) if slot.cut is not None else None)
+            (slot.name, tensor, slot.member, slot.dim, slot.places, block_wrapper(slot.cut) if slot.cut is not None else None)
             for slot, tensor in zip(slots, tensors)
         ],
         options,
         list(collector.children.values()),
         len(roots),
         wrap,
-        adopt,
+        entries.adopt,
     )
-    _attach(_State(unit, mesh, described), roots, collector.modules, base, prefix)
+    state = State(unit, mesh, entries)
+    # Without references to modules and parameters.
+    state.options = given | dict.fromkeys(("module", "mesh", "shard_placement_fn", "ignored_params", "replicate_params"))
+    state.cuts = [slot.cut for slot in slots]
+    state.dims = [slot.dim for slot in slots]
+    state.replicated = [slot.replicated for slot in slots]
+    _attach(state, roots, collector.modules, base, prefix)
     return module
 
 
-def _attach(state: _State, roots: list[nn.Module], owners: list[nn.Module], base: type, prefix: str) -> None:
+def _attach(state: State, roots: list[nn.Module], owners: list[nn.Module], base: type, prefix: str) -> None:
     for member, root in enumerate(roots):
         root._hyper_parallel_state = state  # type: ignore[assignment]
         root._hyper_parallel_member = member  # type: ignore[assignment]
-        root.register_forward_pre_hook(state.unit.pre_hook(member), prepend=True, with_kwargs=True)
-        root.register_forward_hook(state.unit.post_hook(member), always_call=True)
+        before = root.register_forward_pre_hook(state.unit.pre_hook(member), prepend=True, with_kwargs=True)
+        after = root.register_forward_hook(state.unit.post_hook(member), always_call=True)
+        state.roots.append(weakref.ref(root))
+        state.hooks.append({before.id, after.id})
         root.__class__ = _sharded_class(base, type(root), prefix)
     for owner in owners:
         owner.register_state_dict_pre_hook(state.before_state_dict)
         owner.register_load_state_dict_pre_hook(state.before_state_dict)
+        owner.register_load_state_dict_post_hook(state.after_load)
     # The gradient of a look-up does not read the table; what a subclass does is unknown.
-    if len(roots) == 1 and type(roots[0]).__mro__[type(roots[0]).__mro__.index(FSDPModule) + 1] is nn.Embedding:
+    if len(roots) == 1 and _plain_class(type(roots[0])) is nn.Embedding:
         state.unit.set_unshard_in_backward(False)
 
 
@@ -406,6 +321,8 @@ def hyper_fully_shard(
     """
     if source_shard_infos is not None:
         raise ValueError(f"[{OP}] source_shard_infos is given, want None: it is not supported from Python yet")
+    if comm_fusion_zero_copy is not None:
+        check_bool(OP, "comm_fusion_zero_copy", comm_fusion_zero_copy)
     if comm_fusion_zero_copy and not comm_fusion:
         raise ValueError(f"[{OP}] comm_fusion_zero_copy is True without comm_fusion, want comm_fusion too")
     if shard_layout not in ("per_parameter", "ragged"):
