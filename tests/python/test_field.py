@@ -1,4 +1,4 @@
-"""Field reports in which FSDP2 goes wrong (docs/reference/python_parity.md): here the numbers are those of one process."""
+"""Field reports in which FSDP2 goes wrong: here the numbers are those of one process."""
 import copy
 
 import pytest
@@ -120,6 +120,8 @@ def kept_tensor(rank, world, way):
             losses.append(plain[0].kept.square().sum())
         torch.stack(losses).mean().backward()
         check(model, plain, "grad")
+        model.zero_grad()
+        plain.zero_grad()
 
 
 @pytest.mark.parametrize("way", ["error", "kept", "unshard"])
@@ -149,13 +151,18 @@ def test_b26_an_optimizer_built_after_a_forward_trains(world, grad):
     run_ranks(world, late_optimizer, grad)
 
 
-def averaged(rank, world):
+def averaged(rank, world, kind):
+    """By torch's own AveragedModel, which deep-copies the model, or on lists of shards."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
     model, plain = wrap(ours, build(), mesh=mesh_of(world, 0)), build()
-    with pytest.raises(RuntimeError, match="(?s)deepcopy.*sharded.*copy the model before"):
-        copy.deepcopy(model)
-    update = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-    averages = [parameter.detach().clone() for parameter in model.parameters()]
-    want = [parameter.detach().clone() for parameter in plain.parameters()]
+    update = get_ema_multi_avg_fn(0.5)
+    expected = AveragedModel(plain, multi_avg_fn=update)
+    if kind == "model":
+        average = AveragedModel(model, multi_avg_fn=update)
+        assert isinstance(average.module, ours.FSDPModule) and isinstance(average.module.blocks[0], ours.FSDPModule)
+    else:
+        averages = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer, reference = torch.optim.SGD(model.parameters(), lr=0.5), torch.optim.SGD(plain.parameters(), lr=0.5)
     unit = model._hyper_parallel_state.unit
     for step in range(3):
@@ -166,23 +173,28 @@ def averaged(rank, world):
             each.step()
             each.zero_grad()
         before = unit.counters()
-        with torch.no_grad():
+        if kind == "model":
+            average.update_parameters(model)
+        elif step == 0:  # as AveragedModel begins
+            for mine, parameter in zip(averages, model.parameters()):
+                mine.copy_(parameter.detach())
+        else:
             update(averages, [parameter.detach() for parameter in model.parameters()], step)
-            update(want, list(plain.parameters()), step)
         assert unit.counters() == before  # on shards: nothing is gathered
-    for average, expected in zip(averages, want):
-        assert isinstance(average, DTensor)
-        torch.testing.assert_close(whole(average), expected)
-    # The average as a model of its own, sharded alike; and exported.
-    other = wrap(ours, build(seed=4), mesh=mesh_of(world, 0))
-    other.load_state_dict({name: value for (name, _), value in zip(model.named_parameters(), averages)})
+        expected.update_parameters(plain)
+    if kind == "model":
+        other = average.module
+    else:  # the averages as a model of its own
+        other = wrap(ours, build(seed=4), mesh=mesh_of(world, 0))
+        other.load_state_dict({name: value for (name, _), value in zip(model.named_parameters(), averages)})
     exported = build(seed=5)
     exported.load_state_dict(weights(other))
-    for (name, parameter), expected in zip(exported.named_parameters(), want):
-        torch.testing.assert_close(parameter.detach(), expected, msg=name)
+    check(other, expected.module, "value")
+    check(model, plain, "value")
     tokens, _ = batch(rank, 9)
     torch.testing.assert_close(other(tokens), exported(tokens))
 
 
-def test_b54_averages_of_weights_on_shards():
-    run_ranks(2, averaged)
+@pytest.mark.parametrize("kind", ["model", "lists"])
+def test_b54_averages_of_weights_on_shards(kind):
+    run_ranks(2, averaged, kind)
