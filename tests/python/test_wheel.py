@@ -12,7 +12,8 @@ import pathlib, sys
 import hyper_parallel
 assert pathlib.Path(hyper_parallel.__file__).is_relative_to(sys.argv[1]), hyper_parallel.__file__
 maps = pathlib.Path("/proc/self/maps").read_text()
-ours = {line.split()[-1] for line in maps.splitlines() if "libhyper_parallel" in line or "/_C.cpython" in line and "hyper_parallel" in line}
+libraries = ("libhyper_parallel.so", "hyper_parallel/_C.")
+ours = {line.split()[-1] for line in maps.splitlines() if any(name in line for name in libraries)}
 assert len(ours) == 2 and all(pathlib.Path(path).is_relative_to(sys.argv[1]) for path in ours), ours
 import torch
 print("torch", torch.__file__)
@@ -26,16 +27,17 @@ def pip(*arguments, **environment):
 
 
 def test_wheel(tmp_path):
-    # As `pip install --no-build-isolation .` does it, in a folder that is kept, and with the compiler and warnings of the build, so that
-    # ccache has everything.
-    pip("wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", tmp_path, "-C", f"build-dir={os.environ['HP_WHEEL_BUILD']}",
-        "-C", f"cmake.define.CMAKE_CXX_COMPILER={os.environ['HP_CXX']}", "-C", "cmake.define.HP_WERROR=ON", ".")
+    # In a folder that is kept, and with the compiler and the warnings of the build: ccache has everything then.
+    settings = [f"build-dir={os.environ['HP_WHEEL_BUILD']}", f"cmake.define.CMAKE_CXX_COMPILER={os.environ['HP_CXX']}",
+                "cmake.define.HP_WERROR=ON"]
+    pip("wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", tmp_path, *(f"-C{each}" for each in settings), ".")
     (wheel,) = tmp_path.glob("hyper_parallel-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (name for name in names if name.endswith("METADATA"))
         assert "Requires-Dist: torch==2.13.*" in archive.read(metadata).decode()
-    wanted = {f"hyper_parallel/{path.relative_to(PACKAGE)}" for pattern in ("*.py", "*.pyi", "py.typed") for path in PACKAGE.rglob(pattern)}
+    files = [path for pattern in ("*.py", "*.pyi", "py.typed") for path in PACKAGE.rglob(pattern)]
+    wanted = {f"hyper_parallel/{path.relative_to(PACKAGE)}" for path in files}
     assert wanted <= names, f"missing: {sorted(wanted - names)}"
     assert not [name for name in names if name.startswith(("src/", "tests/", "include/"))]
 
