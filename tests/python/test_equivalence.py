@@ -1,9 +1,12 @@
 """FSDP2 and we give the same losses, gradients and weights, step by step, with only the import changed."""
 import pytest
 import torch
+import torch.distributed.fsdp as theirs
 
+import hyper_parallel.fsdp as ours
 import scripts
-from compare import compare
+from compare import check_steps, compare
+from ranks import run_ranks
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
 
@@ -103,6 +106,17 @@ def test_partial_use(world):
 @WORLDS
 def test_exceptions(world):
     compare(world, scripts.exceptions)
+
+
+def failed_backward(rank, world):
+    # FSDP2 keeps what the root got before the failure, and adds it to the next gradient. Both are right after a failed forward.
+    got, want = scripts.exceptions(ours, rank, world, where="backward"), scripts.exceptions(theirs, rank, world)
+    check_steps(got, want, 1e-5, 1e-5)
+
+
+@WORLDS
+def test_exceptions_in_backward(world):
+    run_ranks(world, failed_backward)
 
 
 @WORLDS
