@@ -26,14 +26,19 @@ namespace hyper_parallel::fsdp {
   return flat_over(allocator->allocate(flat_bytes(numel, options)), numel, options);
 }
 
-/// `shape` at an offset of a flat tensor, as a tensor whose storage begins and ends there and keeps the flat one alive: whoever saves
-/// or copies storages gets this part only.
-[[nodiscard]] inline at::Tensor part_of_flat(const at::Tensor& flat, std::int64_t offset, std::int64_t numel, at::IntArrayRef shape) {
+/// `shape` at an offset of a flat tensor, as a tensor whose storage begins and ends there and keeps the flat one alive: whoever
+/// saves or copies storages gets this part only.
+[[nodiscard]] inline at::Tensor part_of_flat(const at::Tensor& flat, std::int64_t offset, std::int64_t numel,
+                                             at::IntArrayRef shape) {
   if (flat.is_meta()) return at::empty(shape, flat.options());
   void* data = numel == 0 ? nullptr : flat.narrow(0, offset, numel).mutable_data_ptr();
   auto* owner = new c10::Storage(flat.storage());
-  at::DataPtr owned(data, owner, [](void* storage) { delete static_cast<c10::Storage*>(storage); }, flat.device());
-  return flat_over(std::move(owned), numel, flat.options()).view(shape);
+  at::DataPtr owned(
+      data, owner, [](void* storage) { delete static_cast<c10::Storage*>(storage); }, flat.device());
+  at::Tensor part = flat_over(std::move(owned), numel, flat.options());
+  // No view: it would refer to another tensor of the storage, whose references tell whether anybody has kept it.
+  part.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  return part;
 }
 
 }  // namespace hyper_parallel::fsdp

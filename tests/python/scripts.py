@@ -59,17 +59,25 @@ class Record:
         self.steps.append(entry)
 
 
+def loss_on(model, rank, step, **options):
+    tokens, targets = batch(rank, step)
+    return loss_of(model(tokens, **options), targets)
+
+
+def train(model, optimizer, rank, steps=3, clip=None, losses=None):
+    """What each step gives. `losses(step)` yields the losses of a step, for one backward each; by default one of one batch."""
+    record = Record()
+    for step in range(steps):
+        for loss in losses(step) if losses is not None else [loss_on(model, rank, step)]:
+            loss.backward()
+        record.step(model, optimizer, loss, clip)
+    return record.steps
+
+
 def dense(api, rank, world, hybrid=0, dtype=None, tied=False, steps=3, reshard=None, clip=None, optimizer_type=torch.optim.AdamW, **extra):
     model = build(tied=tied)
     wrap(api, model, mesh=mesh_of(world, hybrid), mp_policy=policy(api, dtype), reshard_after_forward=reshard)
-    optimizer = optimizer_type(model.parameters(), lr=1e-2, **extra)
-    record = Record()
-    for step in range(steps):
-        tokens, targets = batch(rank, step)
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-        record.step(model, optimizer, loss, clip)
-    return record.steps
+    return train(model, optimizer_type(model.parameters(), lr=1e-2, **extra), rank, steps, clip)
 
 
 def all_optimizers(api, rank, world, **options):
@@ -122,22 +130,14 @@ def loader_schedule_and_scaler(api, rank, world):
 def accumulation(api, rank, world, hybrid=0, dtype=None, by="sync"):
     model = build()
     wrap(api, model, mesh=mesh_of(world, hybrid), mp_policy=policy(api, dtype))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    record = Record()
-    for step in range(2):
+    switch = {"sync": model.set_requires_gradient_sync, "all_reduce": model.set_requires_all_reduce, "last": model.set_is_last_backward}[by]
+
+    def losses(step):
         for micro in range(3):
-            last = micro == 2
-            if by == "sync":
-                model.set_requires_gradient_sync(last)
-            elif by == "all_reduce":
-                model.set_requires_all_reduce(last)
-            elif by == "last":
-                model.set_is_last_backward(last)
-            tokens, targets = batch(rank, 10 * step + micro)
-            loss = loss_of(model(tokens), targets)
-            loss.backward()
-        record.step(model, optimizer, loss)
-    return record.steps
+            switch(micro == 2)
+            yield loss_on(model, rank, 10 * step + micro)
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rank, 2, losses=losses)
 
 
 class Checkpointed(Net):
@@ -167,14 +167,7 @@ def checkpointing(api, rank, world, reentrant=False, where="around", hybrid=0):
             block.__class__ = InsideBlock
             block.reentrant = reentrant
     wrap(api, model, mesh=mesh_of(world, hybrid))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    record = Record()
-    for step in range(3):
-        tokens, targets = batch(rank, step)
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-        record.step(model, optimizer, loss)
-    return record.steps
+    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank)
 
 
 def frozen(api, rank, world, dtype=None):
@@ -185,31 +178,20 @@ def frozen(api, rank, world, dtype=None):
     model.blocks[1].up.requires_grad_(False)
     # FSDP2 wants one dtype of gradient in a unit and takes no unit in which some train.
     wrap(api, model, mesh=mesh_of(world, 0), mp_policy=policy(api, dtype))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    record = Record()
-    for step in range(3):
-        tokens, targets = batch(rank, step)
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-        record.step(model, optimizer, loss)
-    return record.steps
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank)
 
 
 def several_forwards(api, rank, world):
     """Two forwards of the model and one without gradients, then one backward."""
     model = build()
     wrap(api, model, mesh=mesh_of(world, 0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    record = Record()
-    for step in range(3):
-        tokens, targets = batch(rank, step)
-        more, more_targets = batch(rank, step + 50)
+
+    def losses(step):
         with torch.no_grad():
-            model(tokens)
-        loss = loss_of(model(tokens), targets) + loss_of(model(more), more_targets)
-        loss.backward()
-        record.step(model, optimizer, loss)
-    return record.steps
+            loss_on(model, rank, step)
+        yield loss_on(model, rank, step) + loss_on(model, rank, step + 50)
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, losses=losses)
 
 
 class Skipping(Net):
@@ -225,14 +207,9 @@ def partial_use(api, rank, world):
     """A block that does not run in some steps, on all ranks alike."""
     model = build(Skipping)
     wrap(api, model, mesh=mesh_of(world, 0))
+    skips = [(), (1,), (0, 2), ()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    record = Record()
-    for step, skip in enumerate([(), (1,), (0, 2), ()]):
-        tokens, targets = batch(rank, step)
-        loss = loss_of(model(tokens, skip=skip), targets)
-        loss.backward()
-        record.step(model, optimizer, loss)
-    return record.steps
+    return train(model, optimizer, rank, len(skips), losses=lambda step: [loss_on(model, rank, step, skip=skips[step])])
 
 
 class Failing(Net):
@@ -259,23 +236,20 @@ def exceptions(api, rank, world, where="forward"):
     model = build(Failing)
     model.where = where
     wrap(api, model, mesh=mesh_of(world, 0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    record = Record()
-    for step in range(3):
-        tokens, targets = batch(rank, step)
+
+    def losses(step):
         if step == 1:
             model.fail = 1
             # What a hook raises has another type when it comes through the engine of autograd.
             with contextlib.suppress(KeyError, RuntimeError):
-                loss_of(model(tokens), targets).backward()
+                loss_on(model, rank, step).backward()
                 raise AssertionError("it did not fail")
             model.fail = None
             model.reset_iter_state()
-            optimizer.zero_grad()
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-        record.step(model, optimizer, loss)
-    return record.steps
+            model.zero_grad()
+        yield loss_on(model, rank, step)
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, losses=losses)
 
 
 def one_list(api, rank, world):
@@ -292,14 +266,7 @@ def one_list(api, rank, world):
     api.fully_shard(model, mesh=mesh)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
     model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    record = Record()
-    for step in range(3):
-        tokens, targets = batch(rank, step)
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-        record.step(model, optimizer, loss)
-    return record.steps
+    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank)
 
 
 def tensor_parallel(api, rank, world, dtype=None, hybrid=False):
@@ -313,14 +280,7 @@ def tensor_parallel(api, rank, world, dtype=None, hybrid=False):
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     wrap(api, model, mesh=mesh[names[:-1]] if hybrid else mesh["dp_shard"], mp_policy=policy(api, dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    record = Record()
-    for step in range(3):
-        tokens, targets = batch(rank // parts, step)
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-        record.step(model, optimizer, loss)
-    return record.steps
+    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), rank // parts)
 
 
 class Even(Net):

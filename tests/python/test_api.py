@@ -218,6 +218,9 @@ def custom_communication(rank, world):
     model.set_custom_reduce_scatter(scatter)
     model.set_gradient_divide_factor(1.0)
     model.set_post_optim_event(lambda: waited.append(1))
+    with refused(ValueError, "enable is True after set_custom_all_gather, want one of the two"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    model.set_allocate_memory_from_process_group_for_comm(False)
     x = torch.ones(2, DIM)
     model(x).sum().backward()
     plain(x).sum().backward()

@@ -4,6 +4,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
 import hyper_parallel.fsdp as ours
@@ -178,3 +179,126 @@ def result_dropped_on_one_rank(rank, world):
 
 def test_ranks_that_go_other_ways():
     run_ranks(2, result_dropped_on_one_rank)
+
+
+def refused(*parts):
+    return pytest.raises(ValueError, match="(?s)" + ".*".join(parts))
+
+
+def other_tensors(rank, world):
+    """Tensors that somebody puts in the place of parameters are no new values: nothing is read, nothing is written."""
+    mesh, x = mesh_of(world, 0), torch.ones(2, DIM)
+    model = ours.fully_shard(build(Block), mesh=mesh)
+    before, want = {name: whole(p) for name, p in model.named_parameters()}, model(x)
+
+    def unchanged():
+        assert all(torch.equal(whole(p), before[name]) for name, p in model.named_parameters())
+        assert torch.equal(model(x), want)
+
+    own = dict(model.named_parameters())
+    result = torch.func.functional_call(model, own, (x,))
+    result.sum().backward()
+    assert torch.equal(result, want) and all(isinstance(p.grad, DTensor) for p in own.values())
+    for values in [{"scale": torch.zeros(DIM)}, {"up.bias": nn.Parameter(torch.zeros(2 * DIM + 1))}, model.state_dict()]:
+        name = "scale" if "scale" in values else "up.bias"
+        with refused(f"parameter {name} of unit Block", "|functional_call works with the module's own parameters only"):
+            torch.func.functional_call(model, values, (x,))
+        unchanged()
+
+    given = model.up.bias
+    model.up.bias = nn.Parameter(torch.zeros(2 * DIM + 1))
+    for _ in range(2):
+        with refused("replaced by another Parameter", "load_state_dict", "parameter up.bias of unit Block"):
+            model(x)
+    model.up.bias = given
+    unchanged()
+    model.up.bias = None
+    with refused("not registered any more", "parameter up.bias"):
+        model(x)
+    model.up.bias = given
+
+    # Loading does replace them: with whole tensors, with DTensors of any placement, with this rank's part.
+    zeros = {name: torch.zeros_like(value) for name, value in before.items()}
+    zeros["scale"] = distribute_tensor(zeros["scale"], mesh, [Replicate()])
+    zeros["up.bias"] = model.state_dict()["up.bias"].to_local() * 0
+    del zeros["up.bias"]
+    model.load_state_dict(zeros, strict=False, assign=True)
+    assert all(isinstance(p, DTensor) and whole(p).count_nonzero() == 0 for name, p in model.named_parameters() if name != "up.bias")
+    wrong = DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], run_check=False, shape=(7,), stride=(1,))
+    after = {name: whole(p) for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({"scale": wrong}, strict=False, assign=True)
+    with refused("meta device", "parameter scale"):
+        model.load_state_dict({"up.bias": before["up.bias"], "scale": torch.zeros(DIM, device="meta")}, strict=False, assign=True)
+    assert all(isinstance(p, DTensor) and torch.equal(whole(p), after[name]) for name, p in model.named_parameters() if name != "up.bias")
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tensors_in_the_place_of_parameters(world):
+    run_ranks(world, other_tensors)
+
+
+class Squared(nn.Module):
+    def forward(self, weight):
+        return weight * weight
+
+
+def traced(rank, world):
+    mesh, x = mesh_of(world, 0), torch.ones(2, DIM)
+    model = ours.fully_shard(build(Block), mesh=mesh)
+    want = model(x)
+    with refused("unit Block runs under torch.jit.trace", "want the plain module"):
+        torch.jit.trace(model, x)
+    with refused("want the plain module exported, before fully_shard"):
+        torch.export.export(model, (x,))
+    assert torch.equal(model(x), want)
+    model = ours.fully_shard(build(Block), mesh=mesh)
+    torch.nn.utils.parametrize.register_parametrization(model.up, "weight", Squared())
+    with refused("not registered any more", "parametrize", "parameter up.weight of unit Block"):
+        model(x)
+
+
+def test_tracing_export_and_late_parametrization():
+    run_ranks(2, traced)
+
+
+class Interrupted(Block):
+    stop = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.stop:
+            raise KeyboardInterrupt("on purpose")
+        return y
+
+
+def interrupted(rank, world, what):
+    model, plain = nn.Sequential(build(Interrupted), build(Interrupted)), nn.Sequential(build(Interrupted), build(Interrupted))
+    for block in model:
+        ours.fully_shard(block, mesh=mesh_of(world, 0))
+    ours.fully_shard(model, mesh=mesh_of(world, 0))
+    x = torch.ones(2, DIM)
+    for _ in range(2):
+        model[1].stop = True
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        model[1].stop = False
+        if what == "state_dict":
+            assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        elif what == "block":
+            assert torch.equal(model[1](x), plain[1](x))
+        elif what == "reset":
+            model.reset_iter_state()
+        if what != "forward":
+            assert all(isinstance(parameter, DTensor) for parameter in model[1].parameters())
+        assert torch.equal(model(x), plain(x))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("what", ["forward", "state_dict", "block", "reset"])
+def test_forwards_that_are_interrupted(what):
+    run_ranks(2, interrupted, what)

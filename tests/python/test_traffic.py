@@ -75,6 +75,36 @@ def test_a_step_allocates_nothing_after_the_second():
     run_ranks(2, memory)
 
 
+def held(rank, world):
+    """Memory, collectives and gradients of models with and without options that hold anyway, and of one with more blocks."""
+    results = []
+    for blocks, options in [(3, False), (3, True), (6, False)]:
+        model = wrap(ours, build(blocks=blocks), mesh=mesh_of(world, 0), reshard_after_forward=True)
+        unit = model._hyper_parallel_state.unit
+        if options:
+            for part in [model, *model.blocks]:
+                part.set_force_sum_reduction_for_comms(True)
+                part.set_allocate_memory_from_process_group_for_comm(True)
+            model.set_reduce_scatter_max_input_buffers(1)
+            model.set_separate_reduce_scatter_group(True)
+            ours.share_comm_ctx([model, model.blocks[0]])
+        before = {name: calls for name, (calls, _, _) in unit.counters().items()}
+        for number in range(2):
+            model.zero_grad()
+            step(model, rank, number)
+        calls = {name: calls - before[name] for name, (calls, _, _) in unit.counters().items()}
+        results.append((unit.memory(), calls, [whole(parameter.grad) for parameter in model.parameters()]))
+    (memory, calls, grads), (other_memory, other_calls, other_grads), (more_memory, _, _) = results
+    assert memory == other_memory and calls == other_calls
+    assert all(torch.equal(a, b) for a, b in zip(grads, other_grads))
+    # One reduction at a time: more units take no more buffers.
+    assert memory["pool"] == more_memory["pool"] > 0
+
+
+def test_options_that_hold_at_all_times():
+    run_ranks(2, held)
+
+
 def lifetime(rank, world):
     model = wrap(ours, build(), mesh=mesh_of(world, 0))
     step(model, rank, 0)

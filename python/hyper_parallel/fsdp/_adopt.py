@@ -174,6 +174,7 @@ class State:
         self.cuts: list[DTensorSpec | None] = []
         self.dims: list[int] = []
         self.replicated: list[bool] = []
+        self.began: list[tuple[bool, torch.dtype]] = []  # requires_grad and dtype then: they decide which parameters lie together
         self.switches: dict[str, tuple[Any, ...]] = {}  # setters of the unit that were called
         self.prefetch: dict[str, list[Any]] = {}
 
@@ -210,19 +211,18 @@ class State:
             self.unit.follow()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        # Of a module that registers parameters of ours, without the unit: the copy's parameters are DTensors of its own.
-        return Parted()
+        # Hooks in a copy of a module of the unit without the unit: its parameters are DTensors of its own.
+        return State(_NoUnit(), self.mesh, Entries([]))
 
     def __reduce__(self) -> Any:
         raise RuntimeError("[pickle] a sharded module cannot be pickled, want its state_dict()")
 
 
-class Parted:
-    """Stands in for the State of hooks in copies that have none."""
+class _NoUnit:
+    def shows_gathered(self) -> bool:
+        return False
 
-    def before_state_dict(self, *_: Any) -> None: ...
-
-    def after_load(self, *_: Any) -> None: ...
+    def follow(self) -> None: ...
 
 
 def managing_state(module: nn.Module, name: str) -> State | None:

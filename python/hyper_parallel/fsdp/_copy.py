@@ -20,9 +20,11 @@ def _empty(state: State, i: int) -> nn.Parameter:
     """What fully_shard is called on in the copy: a parameter of the whole shape that needs no memory."""
     slot, sharded, parameter = state.slots[i], state.unit.sharded(i), state.unit.parameter(i)
     cut = state.cuts[i]
-    local = torch.empty((), dtype=sharded.dtype, device=sharded.device).expand(slot.shape if cut is None else state.unit.gathered(i).shape)
+    requires_grad, dtype = state.began[i]
+    dtype = dtype if slot.ragged else sharded.dtype
+    local = torch.empty((), dtype=dtype, device=sharded.device).expand(slot.shape if cut is None else state.unit.gathered(i).shape)
     whole = local if cut is None else dtensor_over(local, cut.mesh, cut.placements, slot.shape)
-    empty = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    empty = nn.Parameter(whole, requires_grad=requires_grad)
     if isinstance(parameter, DTensor):
         empty.__dict__.update({name: value for name, value in parameter.__dict__.items() if name != "_is_param"})
     return empty
@@ -119,8 +121,12 @@ def _shard_again(state: State, copies: list[Any], empties: list[nn.Parameter], s
         for j, slot in enumerate(new.slots):
             dictionary, name = slot.places[0]
             i = places[id(dictionary), name]
-            if not new.unit.sharded(j).is_meta:
-                new.unit.sharded(j).copy_(state.unit.sharded(i))
+            values, sharded = state.unit.sharded(i), new.unit.sharded(j)
+            if sharded.dtype != values.dtype:
+                sharded.data = values.detach().clone()  # converted since; the engine follows, as then
+            elif not sharded.is_meta:
+                sharded.copy_(values)
+            new.unit.parameter(j).requires_grad_(state.unit.parameter(i).requires_grad)
             memo[id(state.unit.parameter(i))] = new.unit.parameter(j)
     memo.setdefault(_COPIED, []).append((state, new))
     _replay(memo)

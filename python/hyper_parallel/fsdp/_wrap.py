@@ -231,6 +231,7 @@ def _shard(
     state.cuts = [slot.cut for slot in slots]
     state.dims = [slot.dim for slot in slots]
     state.replicated = [slot.replicated for slot in slots]
+    state.began = [(slot.requires_grad, slot.parameter.dtype) for slot in slots]
     _attach(state, roots, collector.modules, base, prefix)
     return module
 
