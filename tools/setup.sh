@@ -181,6 +181,10 @@ install_torch() {
     say "pytest: pip install pytest (tests of the Python package)"
     "$venv/bin/pip" install --quiet --disable-pip-version-check pytest </dev/null || die "pip could not install pytest"
   fi
+  if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("mypy", "scikit_build_core"))))'; then
+    say "mypy, scikit-build-core: pip install (types and wheel of the Python package)"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check mypy 'scikit-build-core>=0.10' </dev/null || die "pip could not install mypy and scikit-build-core"
+  fi
   ensure_torchrun
   say "torch ${found##* } from ${found% *} ($(since "$start"))"
 }

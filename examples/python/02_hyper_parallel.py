@@ -17,8 +17,8 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     for layer in (model[0], model[2]):
         hp.fully_shard(layer, mesh=mesh, shard_layout="ragged")
-    hp.fully_shard(model, mesh=mesh, shard_layout="ragged", reshard_after_forward=False)
-    optimizer = hp.optim.AdamW(model, lr=1e-2)
+    sharded = hp.fully_shard(model, mesh=mesh, shard_layout="ragged", reshard_after_forward=False)
+    optimizer = hp.optim.AdamW(sharded, lr=1e-2)
 
     torch.manual_seed(10 + dist.get_rank())
     x = torch.randn(32, 8)
@@ -27,10 +27,10 @@ def main() -> None:
     for _ in range(20):
         # Two micro-batches for each step: the first leaves its gradients local.
         for i, (part, want) in enumerate(zip(x.chunk(2), y.chunk(2))):
-            model.set_requires_gradient_sync(i == 1)
-            loss = F.mse_loss(model(part), want) / 2
+            sharded.set_requires_gradient_sync(i == 1)
+            loss = F.mse_loss(sharded(part), want) / 2
             loss.backward()
-        hp.clip_grad_norm_(model, 1.0)
+        hp.clip_grad_norm_(sharded, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

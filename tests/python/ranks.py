@@ -11,7 +11,14 @@ SECONDS = 120
 
 _context = multiprocessing.get_context("forkserver")
 # Forked from a process that has these: torch takes seconds to import.
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hyper_parallel", "models", "scripts", "spmd_scripts"])
+_preloaded = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "hyper_parallel", "models", "scripts", "spmd_scripts"]
+_context.set_forkserver_preload(_preloaded)
+
+
+def preload(*modules):
+    """Modules that all ranks will need. Before the first run."""
+    _preloaded.extend(modules)
+    _context.set_forkserver_preload(_preloaded)
 
 
 def _join(rank, world, folder, backend):

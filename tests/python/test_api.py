@@ -1,5 +1,4 @@
 """The surface: what fully_shard does to a module, what it refuses, and the methods of a sharded module."""
-import copy
 import dataclasses
 from collections import OrderedDict
 
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hyper_parallel as hp
 import hyper_parallel.fsdp as ours
-from models import DIM, Block, Net, Pair, batch, build, loss_of
+from models import DIM, Block, Net, Pair, build
 from ranks import run_ranks
 from scripts import mesh_of, whole, wrap
 
@@ -78,103 +77,6 @@ def hybrid_placements(rank, world):
 
 def test_placements_of_hsdp_and_scalars():
     run_ranks(4, hybrid_placements)
-
-
-def first_forward_then_optimizer(rank, world):
-    # Field report B26: with FSDP2 such an optimizer holds throw-away tensors, and nothing trains.
-    model = wrap(ours, build(), mesh=mesh_of(world, 0))
-    tokens, targets = batch(rank, 0)
-    with torch.no_grad():
-        model(tokens)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    before = {name: whole(parameter) for name, parameter in model.named_parameters()}
-    loss_of(model(tokens), targets).backward()
-    optimizer.step()
-    assert all(not torch.equal(before[name], whole(parameter)) for name, parameter in model.named_parameters())
-
-
-def test_an_optimizer_built_after_a_forward_trains():
-    run_ranks(2, first_forward_then_optimizer)
-
-
-def attribute_of_forward(rank, world):
-    # Field report B20: the loss depends on a tensor that the unit keeps, not on what it returns.
-    class Keeping(Block):
-        def forward(self, x):
-            self.kept = super().forward(x)
-            return x
-
-    torch.manual_seed(0)
-    model, plain = nn.Sequential(Keeping(), Block()), None
-    plain = copy.deepcopy(model)
-    for part in model:
-        ours.fully_shard(part, mesh=mesh_of(world, 0))
-    ours.fully_shard(model, mesh=mesh_of(world, 0))
-    x = torch.randn(3, DIM)
-    plain(x)
-    plain[0].kept.square().sum().backward()
-    model(x)
-    try:
-        model[0].kept.square().sum().backward()
-    except RuntimeError as error:
-        assert "resharded" in str(error) and "unit" in str(error)
-        return
-    for (name, parameter), reference in zip(model[0].named_parameters(), plain[0].parameters()):
-        torch.testing.assert_close(whole(parameter.grad), reference.grad, msg=name)
-
-
-def test_a_loss_from_an_attribute_is_right_or_says_so():
-    run_ranks(2, attribute_of_forward)
-
-
-def adapter(rank, world, frozen_dtype):
-    # Field report B11: one unit with a bf16 base and an fp32 adapter.
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-    model[0].to(torch.bfloat16).requires_grad_(frozen_dtype == "trains")
-
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base, self.adapter = model[0], model[1]
-
-        def forward(self, x):
-            return self.base(x.bfloat16()).float() + self.adapter(x)
-
-    mixed = Mixed()
-    plain = copy.deepcopy(mixed)
-    ours.fully_shard(mixed, mesh=mesh_of(world, 0))
-    x = torch.randn(4, DIM)
-    mixed(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    for (name, parameter), reference in zip(mixed.named_parameters(), plain.parameters()):
-        assert (parameter.grad is None) == (reference.grad is None), name
-        if reference.grad is not None:
-            assert parameter.grad.dtype == parameter.dtype
-            torch.testing.assert_close(whole(parameter.grad), reference.grad, atol=1e-1, rtol=1e-2)
-
-
-@pytest.mark.parametrize("base", ["frozen", "trains"])
-def test_two_dtypes_in_one_unit(base):
-    run_ranks(2, adapter, base)
-
-
-def thawed(rank, world):
-    # Field report B09: all frozen at the first forward, then some train; bf16 compute, fp32 reduction.
-    model = build(Block).requires_grad_(False)
-    policy = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ours.fully_shard(model, mesh=mesh_of(world, 0), mp_policy=policy)
-    seen = []
-    model.set_all_reduce_hook(lambda reduced: seen.append(reduced.dtype))
-    model(torch.ones(2, DIM))
-    model.requires_grad_(True)
-    model(torch.ones(2, DIM)).sum().backward()
-    assert seen and set(seen) == {torch.float32}
-    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
-
-
-def test_parameters_that_begin_to_train():
-    run_ranks(2, thawed)
 
 
 # Methods.

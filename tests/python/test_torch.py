@@ -1,4 +1,4 @@
-"""Together with other parts of torch: compile, autocast, loss scaling, checkpoint wrappers, functions of one's own."""
+"""Together with other parts of torch: autocast, loss scaling, checkpoint wrappers, functions of one's own."""
 import copy
 
 import pytest
@@ -131,27 +131,6 @@ def own_functions(rank, world):
 
 def test_functions_and_modules_that_keep_weights():
     run_ranks(2, own_functions)
-
-
-def compiled(rank, world, whole_block):
-    model, plain = build(), build()
-    for block in model.blocks:
-        if whole_block:
-            block.compile(backend="aot_eager")
-        else:
-            block.up.compile(backend="aot_eager")
-            block.norm.compile(backend="aot_eager")
-    wrap(ours, model, mesh=mesh_of(world, 0))
-    for step in range(2):
-        tokens, targets = batch(rank, step)
-        loss_of(model(tokens), targets).backward()
-        mean_loss(plain, world, step).backward()
-        same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("what", ["inside", "block"])
-def test_compile(what):
-    run_ranks(2, compiled, what == "block")
 
 
 def nested(rank, world):

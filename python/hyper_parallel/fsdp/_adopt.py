@@ -40,7 +40,7 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
 
 def dtensor_over(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Any:
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, _contiguous_stride(shape), local.dtype))
-    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[attr-defined]
+    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)
 
 
 def local_of(parameter: Any) -> torch.Tensor:

@@ -270,7 +270,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"[register_fsdp_forward_method] {type(module).__name__} has no method {method_name}")
     # A copy of the module runs it on itself.
     bound = getattr(method, "__self__", None) is module
-    function: Any = method.__func__ if bound else method  # type: ignore[attr-defined]
+    function: Any = method.__func__ if bound else method
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
