@@ -18,8 +18,8 @@ struct UnitSize {
 [[nodiscard]] std::vector<UnitSize> llama_units(const ModelConfig& model);
 [[nodiscard]] std::int64_t parameter_count(const ModelConfig& model);
 
-/// What engine and optimizer say that they will hold: fsdp::UnitHandle::plan_memory and optim::FlatOptimizer::state_bytes, without
-/// their headers.
+/// What engine and optimizer say that they will hold: fsdp::UnitHandle::plan_memory and optim::FlatOptimizer::state_bytes,
+/// without their headers.
 struct EngineBytes {
   std::int64_t shards = 0;
   std::int64_t gradients = 0;
