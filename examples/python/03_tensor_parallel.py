@@ -4,6 +4,8 @@ torchrun --nproc-per-node=4 03_tensor_parallel.py
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,12 +19,12 @@ class Copied(torch.autograd.Function):
     """What all ranks have goes into parts of a computation: their gradients add up."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad = grad.clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -32,13 +34,13 @@ class Summed(torch.autograd.Function):
     """The parts of a result are added; each has the result's gradient."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -65,16 +67,18 @@ def main() -> None:
     mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     data = mesh["dp_shard"]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), Mlp(32, 64), Mlp(32, 64), nn.Linear(32, 1))
+    blocks = [Mlp(32, 64), Mlp(32, 64)]
+    model = nn.Sequential(nn.Linear(8, 32), *blocks, nn.Linear(32, 1))
     cuts = hp.ModuleShardingSpec({"up.weight": {"tp": Shard(0)}, "up.bias": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}})
     plan = hp.ShardingPlan({"1": cuts, "2": cuts})
-    for block in (model[1], model[2]):
+    for block in blocks:
         block.cut(mesh["tp"])
     infos = hp.build_source_shard_info_by_param(model, hp.build_source_shard_info(plan, mesh))
-    for part in (model[1], model[2], model):
+    for part in (*blocks, model):
         hp.fully_shard(part, mesh=data, source_shard_infos=hp.managed_source_shard_infos(part, infos, mesh=data))
     # Optimizers and state dictionaries see the whole tensors.
-    assert model[1].up.weight.shape == (64, 32) and model[1].up.weight.to_local().shape == (16, 32)
+    weight: Any = blocks[0].up.weight
+    assert weight.shape == (64, 32) and weight.to_local().shape == (16, 32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     torch.manual_seed(10 + data.get_local_rank())  # ranks of one tp group see the same data
