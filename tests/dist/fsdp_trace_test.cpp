@@ -85,7 +85,7 @@ TEST(EngineTrace, ShowsEveryPhaseOfEveryUnit) {
     EXPECT_EQ(select(spans, "optim", "AdamW").size(), 2U);
     EXPECT_EQ(select(spans, "clip").size(), 2U);
     EXPECT_EQ(select(spans, "finish backward").size(), 2U);
-    EXPECT_EQ(select(spans, "all_gather_single", "gradients present").size(), 1U);
+    EXPECT_TRUE(select(spans, "all_gather_single", "gradients present").empty()) << "the reductions tell";
   }
 }
 
