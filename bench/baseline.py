@@ -8,6 +8,7 @@ With bf16, fsdp2 keeps fp32 shards, computes in bf16 and reduces in fp32. ddp an
 optimizer updates; ddp then reduces in bf16, which is less exact and half the bytes.
 """
 import argparse
+import errno
 import json
 import os
 import resource
@@ -46,9 +47,15 @@ def proportional_mib():
 
 
 def clear_peak():
-    """Makes VmHWM start again from the memory in use now."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
+    """Makes VmHWM start again from the memory in use now. False where /proc is read-only, as in some containers."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return False
+    return True
 
 
 def sent_bytes():
@@ -122,7 +129,7 @@ def train(arguments, rank, world):
     batches = [inputs.batch(step, rank) for step in range(inputs.steps)]
     dist.barrier()
     setup_peak = status_mib("VmHWM")
-    clear_peak()
+    cleared = clear_peak()
     rows = {"step_ms": [], "forward_ms": [], "backward_ms": [], "optimizer_ms": [], "loss": []}
     for step in range(arguments.warmup + arguments.steps):
         if step == arguments.warmup:
@@ -147,8 +154,11 @@ def train(arguments, rank, world):
     rows["pss_mib"] = proportional_mib()
     dist.barrier()
     steps = arguments.steps
+    peak = status_mib("VmHWM")
+    if not cleared and peak <= setup_peak:
+        raise RuntimeError(f"set-up took {setup_peak:.0f} MiB and training no more; only a writable /proc/self/clear_refs tells them apart")
     return rows | {
-        "peak_mib": status_mib("VmHWM"),
+        "peak_mib": peak,
         "setup_peak_mib": setup_peak,
         "start_mib": rss_start,
         "sent_mb_per_step": (sent_bytes() - sent) / steps / 1e6,

@@ -7,7 +7,9 @@ Model, inputs and rules are those of bench/run.py; here both sides are the same 
 Last line: BENCH fp32=<ratio> bf16=<ratio> host=<ratio> host1024=<ratio> memory=<ratio>
   fp32, bf16      our tokens per second over FSDP2's, W = 2 (bf16: fp32 reduction)
   host, host1024  our host time of a tiny unit, forward and backward, over FSDP2's: a world of one, and a faked one of 1,024
-  memory          our peak resident memory of a rank over FSDP2's, fp32
+  memory          our peak resident memory of a rank (VmHWM) over FSDP2's, fp32. Pages of the other rank that ours reads in place, its shards
+                  and gradients, count in both ranks; what both sides cost the machine is in the line "PSS", from one more run of each: each
+                  page once, the highest of samples every few milliseconds, summed over the ranks
 """
 import argparse
 import dataclasses
@@ -18,11 +20,32 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 
 BENCH = pathlib.Path(__file__).resolve().parent
 SIDES = ["torch", "ours"]
 TIMEOUT_S = 300
 FAKED = 1024
+
+
+class PssPeak(threading.Thread):
+    """The highest proportional set size of this process while it lives, from samples: the kernel keeps none."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.mib = 0.0
+        self.done = threading.Event()
+
+    def run(self):
+        import baseline
+
+        while not self.done.wait(0.005):
+            self.mib = max(self.mib, baseline.proportional_mib())
+
+    def take(self):
+        self.done.set()
+        self.join()
+        return self.mib
 
 
 def child(arguments):
@@ -44,7 +67,12 @@ def child(arguments):
         dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     arguments.mode = "fsdp2"
+    sampler = PssPeak()
+    if arguments.pss:
+        sampler.start()
     mine = (baseline.tiny if arguments.tiny else baseline.train)(arguments, rank, world)
+    if arguments.pss:
+        mine["pss_peak_mib"] = sampler.take()
     ranks = [mine]
     if not arguments.faked:
         ranks = [None] * world
@@ -105,6 +133,10 @@ def measure(arguments):
             ratios[dtype] = step["torch"] / step["ours"]
             if dtype == "fp32":
                 ratios["memory"] = peak["ours"] / peak["torch"]
+                more = ["--dtype", dtype, "--inputs", folder, "--steps", str(arguments.steps), "--pss"]
+                pss = {s: sum(rank["pss_peak_mib"] for rank in start(build, s, 2, *more)) for s in SIDES}
+                ratio = pss["ours"] / pss["torch"]
+                print(f"fp32 PSS of both ranks: torch {pss['torch']:.0f} MiB, ours {pss['ours']:.0f} MiB, {ratio:.2f}", flush=True)
     for name, more in [("host", []), (f"host{FAKED}", ["--faked", str(FAKED)])]:
         us = {side: [] for side in SIDES}
         for _ in range(arguments.rounds):
@@ -124,6 +156,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="a small model: only shows that it runs")
     for hidden, kind in [("side", str), ("inputs", str), ("dtype", str), ("faked", int)]:
         parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
+    parser.add_argument("--pss", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(warmup=3, units=64)
     arguments = parser.parse_args()

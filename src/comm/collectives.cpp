@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "comm/comm_impl.h"
+#include "comm/rows.h"
 
 namespace hyper_parallel {
 namespace {
@@ -98,6 +99,36 @@ Started start_message(const std::shared_ptr<Comm::Impl>& impl, Op op, std::vecto
   return started;
 }
 
+void check_notes(Op op, const at::Tensor& notes, const Comm::Impl& comm) {
+  if (!notes.defined()) return;
+  check_tensor(op, "notes", notes);
+  check_value(notes.scalar_type() == c10::ScalarType::Byte && notes.numel() % comm.size == 0, op_name(op), "notes are ",
+              notes.numel(), " of ", c10::toString(notes.scalar_type()), ", want bytes, a multiple of the group size ", comm.size,
+              " (group ", comm.name, ')');
+}
+
+// An operation that may stay pending for long leaves its small receive space to others.
+void leave_scratch(Work::Impl& op) {
+  if (!op.scratch.defined()) return;
+  auto& idle = op.comm->pool;
+  auto other = std::find_if(idle.begin(), idle.end(), [](const auto& work) { return !work->scratch.defined(); });
+  if (other == idle.end()) other = idle.insert(idle.begin(), std::make_unique<Work::Impl>());
+  std::swap((*other)->scratch, op.scratch);
+}
+
+void exchange_notes(Work::Impl& op, const at::Tensor& notes) {
+  if (!notes.defined()) return;
+  const auto& comm = *op.comm;
+  const auto nbytes = notes.numel() / comm.size;
+  for (int k = 1; k < comm.size; ++k) {
+    const int from = (comm.rank - k + comm.size) % comm.size;
+    op.post_receive(notes, from * nbytes, nbytes, from, Kind::kNote);
+  }
+  for (int k = 1; k < comm.size; ++k) op.post_send(notes, comm.rank * nbytes, nbytes, (comm.rank + k) % comm.size, Kind::kNote);
+  if (!comm.fake) return;
+  for (int r = 0; r < comm.size; ++r) copy_bytes(at_byte(notes, r * nbytes), const_at_byte(notes, comm.rank * nbytes), nbytes);
+}
+
 double reduce_scale(ReduceOp op, double scale, int size) { return op == ReduceOp::kAvg ? scale / size : scale; }
 
 }  // namespace
@@ -122,6 +153,34 @@ Work Comm::all_gather_single(const at::Tensor& output, const at::Tensor& input, 
       if (r == comm.rank || comm.fake) copy_bytes(at_byte(output, r * nbytes), input.const_data_ptr(), nbytes);
     }
   }
+  return std::move(started.work);
+}
+
+Work gather_rows(const Comm& group, const at::Tensor& space, const at::Tensor& input, ReadRow read, const CommOptions& options) {
+  constexpr Op kOp = Op::kAllGather;
+  auto& comm = require(group.shared_impl(), op_name(kOp));
+  check_tensor(kOp, "space", space);
+  check_tensor(kOp, "input", input);
+  check_same_dtype(kOp, space, input);
+  check_value(space.numel() == input.numel() * comm.size, op_name(kOp), "space has ", space.numel(), " elements, want ",
+              comm.size, " x ", input.numel(), " (group ", comm.name, ')');
+  const auto nbytes = static_cast<std::int64_t>(input.nbytes());
+  Started started(group.shared_impl(), kOp, nbytes * comm.size, options.label, options.timeout);
+  auto& op = *started.op;
+  leave_scratch(op);
+  op.read_once = true;
+  for (int k = 1; k < comm.size; ++k) {
+    const int from = (comm.rank - k + comm.size) % comm.size;
+    op.post_receive(space, from * nbytes, nbytes, from);
+  }
+  for (int k = 1; k < comm.size; ++k) op.post_send(input, 0, nbytes, (comm.rank + k) % comm.size);
+  if (nbytes == 0) return std::move(started.work);
+  for (int r = 0; r < comm.size; ++r) {
+    op.rows.push_back(r == comm.rank || comm.fake ? input.const_data_ptr() : const_at_byte(space, r * nbytes));
+  }
+  op.read_row = std::move(read);
+  op.input = input;
+  op.workspace = space;
   return std::move(started.work);
 }
 
@@ -156,14 +215,16 @@ Work Comm::all_gather_v(const at::Tensor& output, const at::Tensor& input, std::
   return std::move(started.work);
 }
 
-Work Comm::reduce_scatter_single(const at::Tensor& output, const at::Tensor& input, const ReduceScatterOptions& options) const {
+Work reduce_scatter_with_notes(const Comm& group, const at::Tensor& output, const at::Tensor& input, const at::Tensor& notes,
+                               const ReduceScatterOptions& options) {
   constexpr Op kOp = Op::kReduceScatter;
-  auto& comm = require(impl_, op_name(kOp));
+  auto& comm = require(group.shared_impl(), op_name(kOp));
   check_tensor(kOp, "output", output);
   check_tensor(kOp, "input", input);
   check_value(input.numel() == output.numel() * comm.size, op_name(kOp), "input has ", input.numel(), " elements, want ",
               comm.size, " x ", output.numel(), " (group ", comm.name, ')');
   check_reduction(op_name(kOp), input.scalar_type(), output.scalar_type(), options.op, options.scale);
+  check_notes(kOp, notes, comm);
   const auto width = static_cast<std::int64_t>(input.element_size());
   const auto nbytes = output.numel() * width;
   const bool alone = comm.size == 1 || comm.fake || nbytes == 0;
@@ -171,8 +232,9 @@ Work Comm::reduce_scatter_single(const at::Tensor& output, const at::Tensor& inp
   if (!alone || options.workspace != nullptr) {
     space = receive_space(kOp, comm, options.workspace, nbytes * comm.size, input.scalar_type());
   }
-  Started started(impl_, kOp, nbytes * comm.size, options.label, options.timeout);
+  Started started(group.shared_impl(), kOp, nbytes * comm.size, options.label, options.timeout);
   auto& op = *started.op;
+  exchange_notes(op, notes);
   op.read_once = true;
   for (int k = 1; k < comm.size; ++k) {
     const int from = (comm.rank - k + comm.size) % comm.size;
@@ -197,12 +259,18 @@ Work Comm::reduce_scatter_single(const at::Tensor& output, const at::Tensor& inp
   return std::move(started.work);
 }
 
-Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) const {
+Work Comm::reduce_scatter_single(const at::Tensor& output, const at::Tensor& input, const ReduceScatterOptions& options) const {
+  return reduce_scatter_with_notes(*this, output, input, {}, options);
+}
+
+Work all_reduce_with_notes(const Comm& group, const at::Tensor& tensor, const at::Tensor& notes,
+                           const AllReduceOptions& options) {
   constexpr Op kOp = Op::kAllReduce;
-  auto& comm = require(impl_, op_name(kOp));
+  auto& comm = require(group.shared_impl(), op_name(kOp));
   check_tensor(kOp, "tensor", tensor);
   const auto dtype = tensor.scalar_type();
   check_reduction(op_name(kOp), dtype, dtype, options.op, options.scale);
+  check_notes(kOp, notes, comm);
   const auto width = static_cast<std::int64_t>(tensor.element_size());
   const auto numel = tensor.numel();
   const auto total = numel * width;
@@ -218,8 +286,9 @@ Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options)
   } else if (!alone && !direct) {
     space = byte_buffer(comm.allocator, own * width * comm.size);
   }
-  Started started(impl_, kOp, total, options.label, options.timeout);
+  Started started(group.shared_impl(), kOp, total, options.label, options.timeout);
   auto& op = *started.op;
+  exchange_notes(op, notes);
   if (!alone && direct) {
     const auto needed = total * comm.size;
     const auto enough = [&](const at::Tensor& s) { return s.defined() && static_cast<std::int64_t>(s.nbytes()) >= needed; };
@@ -235,7 +304,7 @@ Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options)
     const int from = (comm.rank - k + comm.size) % comm.size;
     op.post_receive(space, from * own * width, own * width, from);
     // Safe before the first phase has read this chunk: its owner answers only after it has our part.
-    if (!direct) op.post_receive(tensor, start(from) * width, length(from) * width, from, 1, true);
+    if (!direct) op.post_receive(tensor, start(from) * width, length(from) * width, from, Kind::kLate);
   }
   for (int k = 1; k < comm.size; ++k) {
     const int to = (comm.rank + k) % comm.size;
@@ -262,6 +331,10 @@ Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options)
   op.tensor = tensor;
   op.workspace = std::move(space);
   return std::move(started.work);
+}
+
+Work Comm::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) const {
+  return all_reduce_with_notes(*this, tensor, {}, options);
 }
 
 Work Comm::all_to_all_single(const at::Tensor& output, const at::Tensor& input, std::span<const std::int64_t> output_sizes,

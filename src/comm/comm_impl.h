@@ -17,6 +17,7 @@
 
 #include "comm/backend.h"
 #include "comm/reduce.h"
+#include "comm/rows.h"
 #include "comm/shared_slices.h"
 
 namespace hyper_parallel {
@@ -65,6 +66,9 @@ struct Message {
   int peer = -1;
 };
 
+/// Of the messages of one operation between two ranks.
+enum class Kind : std::uint32_t { kFirst, kLate, kNote };
+
 /// Reused from operation to operation: see Comm::Impl::pool.
 struct Work::Impl {
   std::shared_ptr<Comm::Impl> comm;
@@ -78,6 +82,8 @@ struct Work::Impl {
   std::vector<Message> receives;
   std::vector<Message> sends;
   std::vector<Message> late_receives;  ///< second phase of all_reduce, posted with the first
+  std::vector<Message> notes;          ///< to receive with the first phase
+  ReadRow read_row;                    ///< gets the rows when all has arrived
   bool reduce = false;                 ///< run `task` over `rows` when all has arrived
   bool read_once = false;              ///< `receives` are rows, numbered by peer, and may stay with them
   bool overwrite = false;              ///< `task` writes where `sends` read
@@ -95,10 +101,11 @@ struct Work::Impl {
   void run_first_phase(std::chrono::steady_clock::time_point deadline);
   void wait_for(std::vector<Message>& messages, std::chrono::steady_clock::time_point deadline);
   void reduce_where_they_are();
+  [[nodiscard]] const void* borrow(const Message& message);
+  void hand_out_rows();
   void wait_for_slices(std::chrono::steady_clock::time_point deadline);
-  void post_send(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes, int peer, std::uint32_t salt = 0);
-  void post_receive(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes, int peer, std::uint32_t salt = 0,
-                    bool late = false);
+  void post_send(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes, int peer, Kind kind = Kind::kFirst);
+  void post_receive(const at::Tensor& tensor, std::int64_t offset, std::int64_t nbytes, int peer, Kind kind = Kind::kFirst);
   void reset() noexcept;
 };
 

@@ -24,8 +24,8 @@ std::uint64_t hash_text(std::string_view text) noexcept {
   return hash;
 }
 
-int make_tag(std::uint32_t seed, std::int64_t nbytes, std::uint32_t salt) noexcept {
-  const auto hash = mix(mix(seed, static_cast<std::uint64_t>(nbytes)), salt);
+int make_tag(std::uint32_t seed, std::int64_t nbytes, Kind kind) noexcept {
+  const auto hash = mix(mix(seed, static_cast<std::uint64_t>(nbytes)), static_cast<std::uint64_t>(kind));
   return static_cast<int>(hash & 0x7fffffff);
 }
 
@@ -119,46 +119,64 @@ std::unique_ptr<Work::Impl> begin(const std::shared_ptr<Comm::Impl>& comm, Op op
   return work;
 }
 
-void Work::Impl::post_send(const at::Tensor& data, std::int64_t offset, std::int64_t nbytes, int peer, std::uint32_t salt) {
+void Work::Impl::post_send(const at::Tensor& data, std::int64_t offset, std::int64_t nbytes, int peer, Kind kind) {
   comm->counters.bytes_sent += nbytes;
   if (nbytes == 0 || comm->transport == nullptr) return;
   try {
-    sends.push_back({comm->transport->send(byte_view(data, offset, nbytes), peer, make_tag(tag_seed, nbytes, salt)), peer});
+    sends.push_back({comm->transport->send(byte_view(data, offset, nbytes), peer, make_tag(tag_seed, nbytes, kind)), peer});
   } catch (const TransportError& error) {
     comm->fail(*this, peer, error);
   }
 }
 
-void Work::Impl::post_receive(const at::Tensor& data, std::int64_t offset, std::int64_t nbytes, int peer, std::uint32_t salt,
-                              bool late) {
+void Work::Impl::post_receive(const at::Tensor& data, std::int64_t offset, std::int64_t nbytes, int peer, Kind kind) {
   comm->counters.bytes_received += nbytes;
   if (nbytes == 0 || comm->transport == nullptr) return;
   try {
-    const auto tag = make_tag(tag_seed, nbytes, salt);
+    const auto tag = make_tag(tag_seed, nbytes, kind);
     const auto space = byte_view(data, offset, nbytes);
-    auto handle =
-        read_once && !late ? comm->transport->receive_to_read(space, peer, tag) : comm->transport->receive(space, peer, tag);
-    (late ? late_receives : receives).push_back({std::move(handle), peer});
+    const bool may_stay = read_once && kind == Kind::kFirst;
+    auto handle = may_stay ? comm->transport->receive_to_read(space, peer, tag) : comm->transport->receive(space, peer, tag);
+    auto& list = kind == Kind::kFirst ? receives : kind == Kind::kLate ? late_receives : notes;
+    list.push_back({std::move(handle), peer});
   } catch (const TransportError& error) {
     comm->fail(*this, peer, error);
   }
 }
 
-// Rows that the transport left with their senders are read there.
+/// Where a row is that the transport left with its sender; null if it was received.
+const void* Work::Impl::borrow(const Message& message) {
+  try {
+    return comm->transport->borrow(message.handle);
+  } catch (const TransportError& error) {
+    comm->fail(*this, message.peer, error);
+  }
+}
+
 void Work::Impl::reduce_where_they_are() {
   for (const auto& message : receives) {
-    try {
-      const void* there = comm->transport->borrow(message.handle);
-      if (there == nullptr) continue;
-      rows[static_cast<std::size_t>(message.peer)] = there;
-      comm->counters.bytes_mapped += task.numel * static_cast<std::int64_t>(c10::elementSize(task.input_type));
-    } catch (const TransportError& error) {
-      comm->fail(*this, message.peer, error);
-    }
+    const void* there = borrow(message);
+    if (there == nullptr) continue;
+    rows[static_cast<std::size_t>(message.peer)] = there;
+    comm->counters.bytes_mapped += task.numel * static_cast<std::int64_t>(c10::elementSize(task.input_type));
   }
   reduce_rows(task, rows);
   for (const auto& message : receives) comm->transport->give_back(message.handle);
   receives.clear();
+}
+
+void Work::Impl::hand_out_rows() {
+  const ReadRow read = std::exchange(read_row, nullptr);
+  for (int r = 0; r < comm->size; ++r) {
+    if (r == comm->rank || comm->fake) read(r, rows[static_cast<std::size_t>(r)]);
+  }
+  for (const auto& message : receives) {
+    const void* there = borrow(message);
+    read(message.peer, there != nullptr ? there : rows[static_cast<std::size_t>(message.peer)]);
+    comm->transport->give_back(message.handle);
+  }
+  receives.clear();
+  span.finish();
 }
 
 void Work::Impl::wait_for(std::vector<Message>& messages, Clock::time_point deadline) {
@@ -190,6 +208,9 @@ void Work::Impl::run_first_phase(Clock::time_point deadline) {
   if (comm->broken) comm->throw_broken(op);
   if (gathered != nullptr) wait_for_slices(deadline);
   wait_for(receives, deadline);
+  wait_for(notes, deadline);
+  notes.clear();
+  if (read_row) hand_out_rows();
   if (!reduce) receives.clear();
   if (overwrite) {
     wait_for(sends, deadline);
@@ -199,7 +220,7 @@ void Work::Impl::run_first_phase(Clock::time_point deadline) {
   if (std::exchange(spread, false)) {
     const auto offset = static_cast<const char*>(task.output) - static_cast<const char*>(tensor.const_data_ptr());
     const auto nbytes = task.numel * tensor.element_size();
-    for (int k = 1; k < comm->size; ++k) post_send(tensor, offset, nbytes, (comm->rank + k) % comm->size, 1);
+    for (int k = 1; k < comm->size; ++k) post_send(tensor, offset, nbytes, (comm->rank + k) % comm->size, Kind::kLate);
   }
 }
 
@@ -219,6 +240,8 @@ void Work::Impl::reset() noexcept {
   receives.clear();
   sends.clear();
   late_receives.clear();
+  notes.clear();
+  read_row = nullptr;
   rows.clear();
   reduce = false;
   read_once = false;
@@ -241,7 +264,7 @@ void Work::wait() {
 
 bool Work::advance() {
   if (impl_ == nullptr) return false;
-  if (!impl_->spread) {
+  if (!impl_->spread && !impl_->read_row) {
     wait();
     return false;
   }
@@ -256,7 +279,7 @@ void Work::Deleter::operator()(Impl* raw) const noexcept {
   const auto comm = std::move(impl->comm);
   if (comm == nullptr) return;
   if (!comm->broken) {
-    for (auto* list : {&impl->receives, &impl->sends, &impl->late_receives}) {
+    for (auto* list : {&impl->receives, &impl->sends, &impl->late_receives, &impl->notes}) {
       for (auto& message : *list) comm->abandoned.push_back(std::move(message));
     }
   }

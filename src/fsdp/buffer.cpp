@@ -9,6 +9,16 @@
 
 namespace hyper_parallel::fsdp {
 
+namespace {
+
+/// An embedding, and an output head of the same size with a norm, should be able to use the same block.
+std::size_t with_room(std::size_t bytes) {
+  constexpr std::size_t kLarge = 1 << 20;
+  return bytes < kLarge ? bytes : bytes + bytes / 1024;
+}
+
+}  // namespace
+
 MemoryPool::Block MemoryPool::take(std::size_t bytes, Use use) {
   const auto fit = place_of(bytes, use);
   if (fit != free_.end() && fit->use == use && fit->bytes <= bytes + bytes / 4) {
@@ -16,8 +26,9 @@ MemoryPool::Block MemoryPool::take(std::size_t bytes, Use use) {
     free_.erase(fit);
     return block;
   }
-  capacity_ += bytes;
-  return Block{allocator_->allocate(bytes), bytes, use};
+  const std::size_t size = with_room(bytes);
+  capacity_ += size;
+  return Block{allocator_->allocate(size), size, use};
 }
 
 void MemoryPool::give(Block block) {

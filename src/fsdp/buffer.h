@@ -26,7 +26,7 @@ class MemoryPool {
   MemoryPool(const MemoryPool&) = delete;
   MemoryPool& operator=(const MemoryPool&) = delete;
 
-  /// The smallest free block of at least `bytes` and at most 1.25 times that, or a new one of exactly `bytes`.
+  /// The smallest free block of at least `bytes` and at most 1.25 times that, or a new one: of `bytes`, a little more if large.
   [[nodiscard]] Block take(std::size_t bytes, Use use);
   void give(Block block);
   /// Returns the free blocks to the allocator.

@@ -53,6 +53,7 @@ struct GroupReplay {
     sum_receive.bytes = size.accumulation_receive;
     partial.bytes = size.partial;
     exchange.bytes = size.exchange;
+    gathered.use = size.gathered_use;
     receive.use = sum_receive.use = size.receive_use;
   }
 };

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 
+#include "comm/rows.h"
 #include "fsdp/flat_tensor.h"
 
 namespace hyper_parallel::fsdp {
@@ -208,30 +210,65 @@ std::uint64_t ParamGroup::version() const {
   return sum;
 }
 
+/// Ranks that share memory read each other's rows where they are, and receive them only where one is late.
+MemoryPool::Use ParamGroup::gathered_use() const {
+  return options_.shard_comm.transport_name() == "samehost" ? MemoryPool::Use::kSpare : MemoryPool::Use::kData;
+}
+
+/// What a rank has of parameter i is one piece of the gathered parameter, which a plain copy puts into place.
+bool ParamGroup::in_one_piece(std::size_t i) const { return layout_.parameter(i).shard_dim == 0 && compute_.device().is_cpu(); }
+
 void ParamGroup::build_gather_copies() {
   const int world = layout_.world();
+  gathered_ = {};
+  row_ = {};
+  row_sources_.clear();
+  row_places_.clear();
   if (layout_.in_place() || aliased_) return;
-  gathered_ =
-      SwappedBuffer(layout_.shard_numel() * world, compute_, "[fully_shard] internal: gather buffer used after it was freed");
-  const at::Tensor flat = gathered_.flat();
+  gathered_ = SwappedBuffer(layout_.shard_numel() * world, compute_,
+                            "[fully_shard] internal: gather buffer used after it was freed", gathered_use());
+  row_ = SwappedBuffer(layout_.shard_numel(), compute_, "[fully_shard] internal: row of a gather used after it was freed");
+  row_sources_.resize(static_cast<std::size_t>(world));
+  row_places_.resize(static_cast<std::size_t>(world));
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (in_one_piece(i)) continue;
     const std::int64_t dim = layout_.parameter(i).shard_dim;
-    const std::int64_t chunk = layout_.slice(i, 0).numel;
-    if (chunk == 0) continue;
-    if (dim == 0) {
-      // Whole chunks of every rank, padding included, lie one after the other: one strided copy.
-      gather_places_.push_back(full_.flat().narrow(0, layout_.full_offset(i), chunk * world).view({world, chunk}));
-      gather_sources_.push_back(flat.view({world, layout_.shard_numel()}).narrow(1, layout_.slice(i, 0).shard_offset, chunk));
-      continue;
-    }
-    const at::Tensor whole = full_.flat().narrow(0, layout_.full_offset(i), layout_.numel(i)).view(parameters_[i].full_shape);
+    const at::Tensor whole = full_.flat().narrow(0, layout_.full_offset(i), layout_.numel(i));
     for (int rank = 0; rank < world; ++rank) {
       const auto& slice = layout_.slice(i, rank);
       if (slice.numel == 0) continue;
-      gather_places_.push_back(whole.narrow(dim, slice.start, slice.shape[static_cast<std::size_t>(dim)]));
-      gather_sources_.push_back(flat.narrow(0, rank * layout_.shard_numel() + slice.shard_offset, slice.numel).view(slice.shape));
+      const at::Tensor source = row_.flat().narrow(0, slice.shard_offset, slice.numel);
+      std::vector<at::Tensor>& places = row_places_[static_cast<std::size_t>(rank)];
+      std::vector<at::Tensor>& sources = row_sources_[static_cast<std::size_t>(rank)];
+      if (dim == 0) {
+        places.push_back(whole.narrow(0, rank * layout_.slice(i, 0).numel, slice.numel));
+        sources.push_back(source);
+        continue;
+      }
+      const at::Tensor shaped = whole.view(parameters_[i].full_shape);
+      places.push_back(shaped.narrow(dim, slice.start, slice.shape[static_cast<std::size_t>(dim)]));
+      sources.push_back(source.view(slice.shape));
     }
   }
+}
+
+/// Copies what rank `rank` has of each parameter to its place.
+void ParamGroup::unpack_row(int rank, const void* row, MemoryPool& pool) {
+  if (!unpacks_) return;
+  const auto width = static_cast<std::int64_t>(compute_.dtype().itemsize());
+  auto* full = static_cast<char*>(full_.flat().mutable_data_ptr());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& slice = layout_.slice(i, rank);
+    if (slice.numel == 0 || !in_one_piece(i)) continue;
+    const std::int64_t place = layout_.full_offset(i) + rank * layout_.slice(i, 0).numel;
+    std::memcpy(full + place * width, static_cast<const char*>(row) + slice.shard_offset * width,
+                static_cast<std::size_t>(slice.numel * width));
+  }
+  const auto r = static_cast<std::size_t>(rank);
+  if (row_places_[r].empty()) return;
+  row_.lend(at::DataPtr(const_cast<void*>(row), compute_.device()));
+  at::_foreach_copy_(row_places_[r], row_sources_[r]);
+  row_.release(pool);
 }
 
 PendingComm ParamGroup::all_gather(const Comm& comm, const at::Tensor& output, const at::Tensor& input) const {
@@ -262,24 +299,52 @@ void ParamGroup::start_gather(const GatherWay& way, MemoryPool& pool) {
   }
   SwappedBuffer& buffer = layout_.in_place() ? full_ : gathered_;
   buffer.acquire(pool);
+  reads_rows_ = !layout_.in_place() && !options_.settings->all_gather && compute_.device().is_cpu();
+  unpacks_ = false;
+  sent_.wait();
+  sends_shard_ = reads_rows_ && way.map && maps_shard() && master_.device() == compute_.device();
   // The cast to the compute dtype goes straight into this rank's slice, which is then sent from there.
-  const at::Tensor own = buffer.flat().narrow(0, rank_ * n, n);
-  own.copy_(shard_, /*non_blocking=*/options_.pin_memory);
-  gather_ = all_gather(options_.shard_comm, buffer.flat(), own);
+  at::Tensor own = buffer.flat().narrow(0, rank_ * n, n);
+  if (sends_shard_) {
+    own = shard_;
+  } else {
+    own.copy_(shard_, /*non_blocking=*/options_.pin_memory);
+  }
+  if (!reads_rows_) {
+    gather_ = all_gather(options_.shard_comm, buffer.flat(), own);
+    return;
+  }
+  const auto read = [this, &pool](int rank, const void* row) { unpack_row(rank, row, pool); };
+  gather_ = gather_rows(options_.shard_comm, buffer.flat(), own, read, {.label = options_.unit});
 }
 
 void ParamGroup::finish_gather(MemoryPool& pool) {
   if (aliased_ || layout_.world() == 1) return;
-  gather_.wait();
-  if (std::exchange(mapping_, false)) return full_.lend(gathered_slices_.view());
-  if (layout_.in_place() || regathering_) return;
+  if (mapping_ || layout_.in_place() || regathering_) {
+    gather_.wait();
+    if (std::exchange(mapping_, false)) full_.lend(gathered_slices_.view());
+    return;
+  }
   at::NoGradGuard no_grad;
   full_.acquire(pool);
-  if (!gather_places_.empty()) at::_foreach_copy_(gather_places_, gather_sources_);
+  unpacks_ = true;
+  if (sends_shard_) {
+    // A peer that is late reads later: nobody waits for it before the shard may change.
+    gather_.advance();
+    sent_ = std::exchange(gather_, PendingComm());
+  } else {
+    gather_.wait();
+  }
+  if (!reads_rows_) {
+    const auto* rows = static_cast<const char*>(gathered_.flat().const_data_ptr());
+    for (int rank = 0; rank < layout_.world(); ++rank)
+      unpack_row(rank, rows + rank * layout_.shard_numel() * static_cast<std::int64_t>(compute_.dtype().itemsize()), pool);
+  }
   gathered_.release(pool);
 }
 
 void ParamGroup::drop_gather(MemoryPool& pool) {
+  unpacks_ = false;
   if (!std::exchange(mapping_, false) && gather_.pending()) gather_.wait();
   gather_ = PendingComm();
   gathered_.release(pool);

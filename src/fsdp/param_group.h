@@ -58,6 +58,7 @@ struct GroupOptions {
 struct GroupFootprint {
   std::size_t full = 0, gathered = 0, part = 0;
   std::size_t wire = 0, wire_receive = 0;
+  MemoryPool::Use gathered_use = MemoryPool::Use::kData;
   std::size_t accumulation = 0, accumulation_receive = 0;  ///< only when they differ from the wire's
   std::size_t partial = 0, exchange = 0;
   MemoryPool::Use receive_use = MemoryPool::Use::kData;
@@ -81,7 +82,9 @@ struct ManagedParameter {
   bool trainable = true;
   bool uninitialised = false;  ///< began on the meta device, and no function of ours has given it values
   Unwritten unwritten;         ///< tells whether somebody else has
-  bool present = false;        ///< some backward since the last reduction produced a gradient here, on this rank
+  /// Some backward since the last reduction produced a gradient here, on this rank or, once it was reduced, on those it was
+  /// reduced with.
+  bool present = false;
 };
 
 /// A communication under way: ours or the user's.
@@ -164,6 +167,8 @@ class ParamGroup {
   /// From the shards, or, after cut(), from the parts that are left.
   void start_gather(const GatherWay& way, MemoryPool& pool);
   void finish_gather(MemoryPool& pool);
+  /// The gather in flight lets peers read this rank's shard, and goes on doing so until wait_for_readers or drop_gather.
+  [[nodiscard]] bool sends_shard() const { return sends_shard_ && gather_.pending(); }
   /// Waits for a gather in flight and throws its result away.
   void drop_gather(MemoryPool& pool);
   void free_full(MemoryPool& pool);
@@ -178,7 +183,8 @@ class ParamGroup {
   void go_on_reading() { reading_ = reading_ || full_.lent(); }
   /// The phase is over: peers may write their shards as far as this rank is concerned. True if it had gathered any. Local.
   bool finish_reading();
-  /// Waits until finish_reading was called by all ranks that gathered with this one. Afterwards this rank may write its shard.
+  /// Waits until finish_reading was called by all ranks that gathered with this one, and until peers have copied what they read
+  /// of this rank's shard. Afterwards this rank may write it.
   void wait_for_readers();
   /// Bytes besides the shard that mapping needs, and bytes of peers' memory that it shows.
   [[nodiscard]] std::int64_t copy_bytes() const;
@@ -203,6 +209,11 @@ class ParamGroup {
   /// The unit's settings have changed what is sent: buffers are made anew. Only while holds_gradients() is false.
   void settings_changed();
 
+  /// After the reductions since the last forget_presence, `present` is what it is on all of `ranks` ranks.
+  [[nodiscard]] bool knows_presence(int ranks) const {
+    return ranks == 1 || (!custom_reduced_ && layout_.world() * replicas_ == ranks);
+  }
+  void forget_presence();
   /// Gives its gradient to parameter i after a reduction in which some rank had one for it.
   void install_grad(std::size_t i);
   /// \param map see GatherWay
@@ -244,6 +255,9 @@ class ParamGroup {
   void rehome();
   void set_dtypes(at::ScalarType compute, at::ScalarType reduce);
   void build_gather_copies();
+  [[nodiscard]] MemoryPool::Use gathered_use() const;
+  [[nodiscard]] bool in_one_piece(std::size_t i) const;
+  void unpack_row(int rank, const void* row, MemoryPool& pool);
   void make_leaves(const std::vector<ParameterSlot>& slots);
   [[nodiscard]] at::Tensor own_part(const at::Tensor& whole, std::size_t i) const;
   [[nodiscard]] c10::Allocator* host_allocator() const;
@@ -268,6 +282,8 @@ class ParamGroup {
   void launch_scatter(MemoryPool& pool);
   void finish_scatter(MemoryPool& pool);
   void finish_reduce(MemoryPool& pool);
+  [[nodiscard]] const at::Tensor& write_presence(at::Tensor& notes, const Comm& comm) const;
+  void read_presence(const at::Tensor& notes, const Comm& comm);
   [[nodiscard]] std::string describe(std::size_t i) const;
 
   GroupLayout layout_;
@@ -282,10 +298,15 @@ class ParamGroup {
   bool may_alias_ = false;  ///< the guard's strictness, decided once
   bool aliased_ = false;    ///< world 1, same dtype: the gathered storage is the shard itself
   SwappedBuffer full_;
-  SwappedBuffer gathered_;  ///< rank-major gather output when it is not the full buffer
-  SwappedBuffer part_;      ///< this rank's part of full_ between forward and backward
-  std::vector<at::Tensor> gather_sources_, gather_places_;
+  SwappedBuffer gathered_;                                         ///< rank-major gather output when it is not the full buffer
+  SwappedBuffer part_;                                             ///< this rank's part of full_ between forward and backward
+  SwappedBuffer row_;                                              ///< one rank's part of it, wherever that is
+  std::vector<std::vector<at::Tensor>> row_sources_, row_places_;  ///< by rank: parts of parameters that lie in several pieces
   PendingComm gather_;
+  bool reads_rows_ = false;   ///< the gather in flight hands out its rows
+  bool unpacks_ = false;      ///< and they are wanted
+  PendingComm sent_;          ///< an earlier one, of which peers may still read this rank's row
+  bool sends_shard_ = false;  ///< it sends this rank's from the shard itself
   bool has_part_ = false;
   bool regathering_ = false;  ///< the gather in flight joins parts
 
@@ -309,6 +330,8 @@ class ParamGroup {
   bool accumulated_ = false;
   bool park_ = false;                              ///< the reduction in flight ends parked
   bool parked_ = false;                            ///< partial_ holds earlier results
+  at::Tensor scatter_notes_, replica_notes_;       ///< a bit per parameter that has a gradient, by rank
+  bool custom_reduced_ = false;                    ///< without such bits
   std::pair<double, double> scales_ = {1.0, 1.0};  ///< of the reduction in flight
   bool to_partial_ = false;                        ///< where the reduction in flight goes
   bool add_to_grad_ = false;

@@ -105,9 +105,6 @@ void ParamGroup::convert(at::ScalarType master, at::ScalarType compute, at::Scal
     if (parameter.uninitialised) parameter.unwritten = Unwritten(parameter.sharded);
   }
   build_full_views();
-  gathered_ = {};
-  gather_sources_.clear();
-  gather_places_.clear();
   build_gather_copies();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!gradients[i].defined()) continue;

@@ -58,6 +58,7 @@ bool ParamGroup::finish_reading() {
 }
 
 void ParamGroup::wait_for_readers() {
+  sent_.wait();
   if (std::exchange(wait_due_, false)) gathered_slices_.wait_for_readers({.label = options_.unit});
 }
 

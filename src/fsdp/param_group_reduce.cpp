@@ -4,7 +4,9 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/zeros.h>
 
+#include "comm/rows.h"
 #include "fsdp/flat_tensor.h"
 #include "fsdp/param_group.h"
 
@@ -145,6 +147,7 @@ GroupFootprint ParamGroup::footprint(bool map) const {
   if (!aliased_ && !(map && can_map())) size.full = bytes(full_.flat().numel(), options_.compute_dtype);
   if (part_.defined()) size.part = bytes(part_.flat().numel(), options_.compute_dtype);
   if (!aliased_ && !layout_.in_place()) size.gathered = bytes(rows, options_.compute_dtype);
+  size.gathered_use = gathered_use();
   if (alone()) return size;
   size.wire = bytes(rows, wire_dtype_);
   if (accum_dtype_differs_) size.accumulation = bytes(rows, options_.reduce_dtype);
@@ -350,6 +353,7 @@ void ParamGroup::launch_scatter(MemoryPool& pool) {
   Pack& source = *in_flight_;
   const double scale = scales_.first;
   if (const auto& custom = options_.settings->reduce_scatter) {
+    custom_reduced_ = true;
     if (parked_) exchange_.acquire(pool);
     const at::Tensor output = parked_ ? exchange_.flat().narrow(0, 0, layout_.shard_numel()) : partial_.flat();
     reduction_ = PendingComm(custom(options_.shard_comm, output, source.buffer.flat()));
@@ -360,14 +364,15 @@ void ParamGroup::launch_scatter(MemoryPool& pool) {
                                      .accumulate = to_partial_ ? parked_ : add_to_grad_,
                                      .workspace = source.receive.defined() ? &source.receive.flat() : nullptr,
                                      .label = options_.unit};
-  reduction_ = options_.shard_comm.reduce_scatter_single(to_partial_ ? partial_.flat() : grad_, source.buffer.flat(), options);
+  reduction_ = reduce_scatter_with_notes(options_.shard_comm, to_partial_ ? partial_.flat() : grad_, source.buffer.flat(),
+                                         write_presence(scatter_notes_, options_.shard_comm), options);
 }
 
 void ParamGroup::finish_scatter(MemoryPool& pool) {
   in_flight_->buffer.release(pool);
   in_flight_->receive.release(pool);
   in_flight_ = nullptr;
-  if (!options_.settings->reduce_scatter) return;
+  if (!options_.settings->reduce_scatter) return read_presence(scatter_notes_, options_.shard_comm);
   const at::Tensor output = parked_ ? exchange_.flat().narrow(0, 0, layout_.shard_numel()) : partial_.flat();
   if (scales_.first != 1.0) output.mul_(scales_.first);
   if (!parked_) return;
@@ -380,6 +385,7 @@ bool ParamGroup::advance_reduce(MemoryPool& pool) {
   at::NoGradGuard no_grad;
   if (stage_ == Stage::kAllReduce) {
     reduction_.advance();
+    read_presence(replica_notes_, options_.replicate_comm);
     exchange_.release(pool);
     stage_ = Stage::kSpread;
     return true;
@@ -389,8 +395,9 @@ bool ParamGroup::advance_reduce(MemoryPool& pool) {
     finish_scatter(pool);
     if (!park_ && replicas_ > 1) {
       exchange_.acquire(pool);
-      reduction_ = options_.replicate_comm.all_reduce(
-          partial_.flat(), {.scale = scales_.second, .workspace = &exchange_.flat(), .label = options_.unit});
+      reduction_ =
+          all_reduce_with_notes(options_.replicate_comm, partial_.flat(), write_presence(replica_notes_, options_.replicate_comm),
+                                {.scale = scales_.second, .workspace = &exchange_.flat(), .label = options_.unit});
       stage_ = Stage::kAllReduce;
       return true;
     }
@@ -424,7 +431,36 @@ void ParamGroup::reset(MemoryPool& pool) {
   stage_ = Stage::kIdle;
   accumulated_ = false;
   parked_ = false;
+  forget_presence();
+}
+
+/// Which parameters have a gradient travels with what is sent anyway: row r of `notes` is rank r's, one bit per parameter.
+const at::Tensor& ParamGroup::write_presence(at::Tensor& notes, const Comm& comm) const {
+  if (comm.size() == 1) return notes;
+  const std::size_t bytes = (parameters_.size() + 7) / 8;
+  if (!notes.defined()) notes = at::zeros({comm.size() * static_cast<std::int64_t>(bytes)}, at::kByte);
+  auto* mine = static_cast<std::uint8_t*>(notes.mutable_data_ptr()) + static_cast<std::size_t>(comm.rank()) * bytes;
+  std::fill_n(mine, bytes, std::uint8_t{0});
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].present) mine[i / 8] |= static_cast<std::uint8_t>(1U << (i % 8));
+  }
+  return notes;
+}
+
+void ParamGroup::read_presence(const at::Tensor& notes, const Comm& comm) {
+  if (!notes.defined()) return;
+  const std::size_t bytes = (parameters_.size() + 7) / 8;
+  const auto* row = static_cast<const std::uint8_t*>(notes.const_data_ptr());
+  for (int rank = 0; rank < comm.size(); ++rank, row += bytes) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if ((row[i / 8] >> (i % 8)) & 1U) parameters_[i].present = true;
+    }
+  }
+}
+
+void ParamGroup::forget_presence() {
   for (auto& parameter : parameters_) parameter.present = false;
+  custom_reduced_ = false;
 }
 
 void ParamGroup::install_grad(std::size_t i) {

@@ -22,6 +22,7 @@ void Runtime::wait_for_readers() {
 
 void Runtime::wait_after_forward() {
   if (depth_ > 0 || in_backward_) return;
+  for (Unit* unit : units_) unit->finish_sending();
   finish_reading();
   wait_for_readers();
 }
@@ -34,8 +35,14 @@ bool Unit::mapped() const {
   return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->mapped(); });
 }
 
+/// A gather that nobody has waited for, such as a prefetch that was not used, lets peers read the shards.
+void Unit::finish_sending() {
+  if (std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->sends_shard(); })) finish_unshard();
+}
+
 /// Before the parameters are gathered for longer than a phase: by copying.
 void Unit::leave_mapping() {
+  finish_sending();
   if (mapped()) reshard();
   for (auto& group : groups_) {
     if (group->finish_reading()) group->wait_for_readers();

@@ -363,8 +363,10 @@ bool Runtime::complete_gradients() {
   const bool any = std::any_of(units_.begin(), units_.end(), [](const Unit* unit) { return unit->awaits_install; });
   if (any) start_presence();
   while (!in_flight_.empty()) advance_reductions();
-  if (any) install_gradients();
-  return any;
+  if (!any) return false;
+  wait_for_readers();  // hooks of the parameters may write them
+  install_gradients();
+  return true;
 }
 
 void Runtime::wait_for_gradients() {
@@ -380,20 +382,25 @@ void wait_for_all_gradients() {
   }
 }
 
-/// A parameter gets its .grad when any rank had a gradient for it: one bit per parameter, exchanged once per backward, while the
-/// last reductions travel.
+/// A parameter gets its .grad when any rank had a gradient for it. The reductions carry a bit per parameter; where they do not
+/// reach all ranks, or are the user's, the bits are exchanged once per backward, while the last reductions travel.
 void Runtime::start_presence() {
   for (auto& [comm, presence] : presence_) presence.bits.clear();
+  installs_.clear();
   for (Unit* unit : units_) {
     if (!std::exchange(unit->awaits_install, false)) continue;
-    std::vector<Presence::Bit>& bits = entry_for(presence_, unit->unit_comm()).bits;
     for (auto& group : unit->groups()) {
+      if (group->knows_presence(unit->unit_comm().size())) {
+        installs_.push_back(group.get());
+        continue;
+      }
+      std::vector<Bit>& bits = entry_for(presence_, unit->unit_comm()).bits;
       for (std::size_t i = 0; i < group->parameters().size(); ++i) bits.push_back({group.get(), i});
     }
   }
   for (auto& [comm, presence] : presence_) {
     const auto bytes = static_cast<std::int64_t>(presence.bits.size() + 7) / 8;
-    if (comm.size() == 1 || bytes == 0) continue;
+    if (bytes == 0) continue;
     if (!presence.mine.defined() || presence.mine.numel() < bytes) {
       presence.mine = at::empty({bytes}, at::kByte);
       presence.all = at::empty({bytes * comm.size()}, at::kByte);
@@ -410,22 +417,27 @@ void Runtime::start_presence() {
 }
 
 void Runtime::install_gradients() {
+  for (ParamGroup* group : installs_) {
+    for (std::size_t i = 0; i < group->parameters().size(); ++i) {
+      if (group->parameters()[i].present) group->install_grad(i);
+    }
+    group->forget_presence();
+  }
   for (auto& [comm, presence] : presence_) {
-    const bool exchanged = presence.exchange.pending();
     presence.exchange.wait();
     const std::size_t bytes = (presence.bits.size() + 7) / 8, ranks = static_cast<std::size_t>(comm.size());
     for (std::size_t i = 0; i < presence.bits.size(); ++i) {
       const auto [group, index] = presence.bits[i];
-      auto& parameter = group->parameters()[index];
-      if (exchanged ? any_bit(presence.all, ranks, bytes, i) : parameter.present) group->install_grad(index);
-      parameter.present = false;
+      if (any_bit(presence.all, ranks, bytes, i)) group->install_grad(index);
     }
+    for (const Bit& bit : presence.bits) bit.group->forget_presence();
   }
 }
 
 void Runtime::reset() {
   in_flight_.clear();
   presence_.clear();
+  installs_.clear();
   deferred_.clear();
   watch_.reset();
   for (Unit* unit : units_) unit->reset();

@@ -81,12 +81,12 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void reset(Unit& unit);
 
  private:
+  struct Bit {
+    ParamGroup* group;
+    std::size_t parameter;
+  };
   /// Which parameters have a gradient, and the exchange about it with the ranks that share them.
   struct Presence {
-    struct Bit {
-      ParamGroup* group;
-      std::size_t parameter;
-    };
     std::vector<Bit> bits;
     at::Tensor mine, all;  // kept for their memory
     Work exchange;
@@ -134,6 +134,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::deque<Unit*> in_flight_;
   std::shared_ptr<FrozenWatch> watch_;
   std::vector<std::pair<Comm, Presence>> presence_;  // by group of ranks, in the order in which the units name them
+  std::vector<ParamGroup*> installs_;                // groups whose reductions told which gradients there are
 };
 
 /// Runtime::wait_for_gradients for every tree whose backward left reductions in flight on this thread.

@@ -65,6 +65,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void start_unshard(bool by_hand = false);
   void finish_unshard();
   void reshard();
+  /// Afterwards no peer reads the shards for a gather of this unit.
+  void finish_sending();
   /// Packs `gradients` (zeros where undefined), frees the parameters and starts the reduction.
   void start_reduce(std::vector<std::vector<at::Tensor>>& gradients);
   /// Moves the reduction one stage on; false once it is complete.

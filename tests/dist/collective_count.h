@@ -48,7 +48,7 @@ struct Case {
   std::function<PerGroup(const std::string& unit)> want = [](const std::string& unit) {
     return PerGroup{.gathers = unit == kRoot ? 1 : 2};  // the root keeps its parameters
   };
-  int presence_exchanges = 1;
+  int presence_exchanges = 0;  ///< of their own: only where a reduction is the user's
   /// What the first step does beyond that: the order of backward has still to be learned, replicas are compared.
   Counts more_at_first = {};
 };

@@ -209,10 +209,7 @@ std::vector<Case> accumulations() {
   all.push_back({.name = "Accumulation", .step = micro_batches({false, false, true}, sync), .want = [](const std::string& unit) {
                    return PerGroup{.gathers = unit == kRoot ? 3 : 6};
                  }});
-  all.push_back({.name = "ReduceEveryMicroBatch",
-                 .step = micro_batches({false, true}, each),
-                 .want = twice_reduced,
-                 .presence_exchanges = 2});
+  all.push_back({.name = "ReduceEveryMicroBatch", .step = micro_batches({false, true}, each), .want = twice_reduced});
   all.push_back(
       {.name = "AllReduceLast", .step = micro_batches({false, false, true}, all_reduce), .want = [](const std::string& unit) {
          return PerGroup{.gathers = unit == kRoot ? 3 : 6, .reductions = 3, .all_reduces = 1};
@@ -234,8 +231,7 @@ std::vector<Case> schedules() {
                        const torch::NoGradGuard no_grad;
                        (void)net(make_batch(6, 5).tokens);
                      },
-                 .want = [](const std::string&) { return PerGroup{.gathers = 1, .reductions = 0}; },
-                 .presence_exchanges = 0});
+                 .want = [](const std::string&) { return PerGroup{.gathers = 1, .reductions = 0}; }});
   all.push_back({.name = "NotInBackward",
                  .options = {.reshard_after_forward = false},
                  .after_wrapping = [](const HSDPModule& root) { root.set_unshard_in_backward(false); },

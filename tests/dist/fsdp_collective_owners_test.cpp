@@ -74,15 +74,18 @@ std::vector<Case> customs() {
   };
   const auto all_reduce = [](const HSDPModule& root, bool last) { root.set_requires_all_reduce(last); };
   std::vector<Case> all;
-  all.push_back({.name = "Custom", .after_wrapping = set, .want = [](const std::string& unit) {
-                   return PerGroup{.gathers = unit == kRoot ? 1 : 2, .by_the_user = true};
-                 }});
+  all.push_back({.name = "Custom",
+                 .after_wrapping = set,
+                 .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 1 : 2, .by_the_user = true}; },
+                 .presence_exchanges = 1});
   all.push_back({.name = "CustomAllReduceLast",
                  .after_wrapping = set,
                  .step = micro_batches({false, true}, all_reduce),
-                 .want = [](const std::string& unit) {
-                   return PerGroup{.gathers = unit == kRoot ? 2 : 4, .reductions = 2, .all_reduces = 1, .by_the_user = true};
-                 }});
+                 .want =
+                     [](const std::string& unit) {
+                       return PerGroup{.gathers = unit == kRoot ? 2 : 4, .reductions = 2, .all_reduces = 1, .by_the_user = true};
+                     },
+                 .presence_exchanges = 1});
   return all;
 }
 
@@ -103,10 +106,9 @@ std::vector<Case> zero_levels() {
           {.name = "Zero2",
            .step = level(ZeroLevel::k2),
            .want = [](const std::string&) { return PerGroup{.gathers = 1, .reductions = 3, .all_reduces = 1}; }},
-          {.name = "Zero3",
-           .step = level(ZeroLevel::k3),
-           .want = [](const std::string& unit) { return PerGroup{.gathers = unit == kRoot ? 3 : 6, .reductions = 3}; },
-           .presence_exchanges = 3}};
+          {.name = "Zero3", .step = level(ZeroLevel::k3), .want = [](const std::string& unit) {
+             return PerGroup{.gathers = unit == kRoot ? 3 : 6, .reductions = 3};
+           }}};
 }
 
 /// A forward of the root with `middle` in place of u1 and u3.

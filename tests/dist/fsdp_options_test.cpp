@@ -76,7 +76,7 @@ TEST(IntegerReshard, GathersAmongKRanks) {
     step();
     const int64_t full = unit.groups().front().shard.numel() * 4 * 4;  // bytes of the gathered parameters
     EXPECT_EQ(pair.counters().bytes_received - pair_before.bytes_received, full / 2) << "backward: half is here";
-    const int64_t presence = 3;
+    const int64_t presence = 3;  // a byte with bits from each peer
     EXPECT_EQ(all.counters().bytes_received - all_before.bytes_received, full * 3 / 4 + full * 3 / 4 + presence)
         << "forward gather and reduce-scatter";
     EXPECT_EQ(unit.memory_use().pool, plan.pool);

@@ -85,7 +85,7 @@ TEST(EngineTrace, ShowsEveryPhaseOfEveryUnit) {
     EXPECT_EQ(select(spans, "optim", "AdamW").size(), 2U);
     EXPECT_EQ(select(spans, "clip").size(), 2U);
     EXPECT_EQ(select(spans, "finish backward").size(), 2U);
-    EXPECT_EQ(select(spans, "all_gather_single", "gradients present").size(), 1U);
+    EXPECT_TRUE(select(spans, "all_gather_single", "gradients present").empty()) << "the reductions tell";
   }
 }
 
@@ -105,7 +105,8 @@ TEST(EngineTrace, BytesAreThoseOfTheGroup) {
   recording.stop();
   int64_t traced = 0;  // whole operations: with two ranks, half of it is sent
   for (const TraceSpan& span : spans_of_rank(folder, 0)) traced += std::max<int64_t>(span.bytes, 0);
-  EXPECT_EQ(traced, 2 * sent);
+  const auto notes = static_cast<int64_t>(kUnits.size());  // the reduction of each unit carries a byte about gradients
+  EXPECT_EQ(traced, 2 * (sent - notes));
 }
 
 TEST(EngineTrace, NothingChangesInTheResult) {

@@ -68,17 +68,20 @@ void add_boundaries(Sent& sent, const DecoderOptions& o) {
   }
 }
 
-/// What units send: gathers, reductions over shards and, in one, over replicas and copies, presence bits.
+/// What units send: gathers, reductions over shards and, in one, over replicas and copies, presence bits with both. Where these
+/// do not reach all ranks that share the unit, there is one more exchange of the bits.
 void add_units(Sent& sent, const ParallelModel& made) {
   int64_t parameters = 0;
   for (const parallel::ParallelUnit& unit : made.units) {
     const int64_t gathers = unit.name.empty() ? 1 : 2;
     for (const fsdp::ShardedGroup& group : unit.handle.groups(/*recurse=*/false)) {
       const int64_t n = group.shard.numel() * kFloat, shards = group.shard_comm.size();
-      sent.add(group.shard_comm, (gathers + 1) * (shards - 1) * n);
-      parameters += static_cast<int64_t>(group.parameters.size());
-      if (group.replicate_comm.defined() && group.replicate_comm.size() > 1)
-        sent.add(group.replicate_comm, all_reduce(n, group.replicate_comm.size(), group.replicate_comm.rank()));
+      const auto count = static_cast<int64_t>(group.parameters.size()), bits = (count + 7) / 8;
+      sent.add(group.shard_comm, (gathers + 1) * (shards - 1) * n + (shards - 1) * bits);
+      const int64_t replicas = group.replicate_comm.defined() ? group.replicate_comm.size() : 1;
+      if (shards * replicas != unit.handle.unit_comm().size()) parameters += count;
+      if (replicas > 1)
+        sent.add(group.replicate_comm, all_reduce(n, replicas, group.replicate_comm.rank()) + (replicas - 1) * bits);
     }
   }
   sent.add(made.root.unit_comm(), (made.root.unit_comm().size() - 1) * ((parameters + 7) / 8));
