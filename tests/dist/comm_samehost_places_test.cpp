@@ -71,7 +71,11 @@ TEST(FirstTouch, WritesToAllPagesOfABlockAtOnce) {
         std::vector<unsigned char> there(kBytes / 4096);
         ASSERT_EQ(::mincore(block.get(), kBytes, there.data()), 0);
         const auto pages = std::count_if(there.begin(), there.end(), [](unsigned char page) { return (page & 1) != 0; });
-        EXPECT_EQ(pages, touch ? static_cast<std::ptrdiff_t>(there.size()) : 0);
+        if (touch) {
+          EXPECT_EQ(pages, static_cast<std::ptrdiff_t>(there.size()));
+        } else {
+          EXPECT_LE(pages, 4) << "but what messages used before";
+        }
       }
       comm.barrier();
     });
@@ -152,7 +156,7 @@ TEST(Impostors, AreNotTakenForThePeer) {
   }
   EXPECT_THAT(log_of_meeting("somewhere"), HasSubstr("no address of a shared file"));
   ::close(device);
-  EXPECT_THAT(log_of_meeting(concat(::getpid(), ' ', device, ' ', kSize, ' ', id)), HasSubstr("cannot open /proc/"));
+  EXPECT_THAT(log_of_meeting(concat(::getpid(), ' ', 1 << 20, ' ', kSize, ' ', id)), HasSubstr("cannot open /proc/"));
   ::close(file);
 }
 

@@ -366,7 +366,7 @@ TEST_P(WideGrid, MappedCopiedAndOverGlooHaveTheSameBits) {
           EXPECT_TRUE(same_bits(got[r][i].gradients[step], want[r][i].gradients[step]))
               << where << ", rank " << r << ", step " << step;
         EXPECT_TRUE(same_bits(got[r][i].parameters, want[r][i].parameters)) << where << ", rank " << r;
-        const bool maps = mode != "copy" && cells[i].reshard != Reshard::kCut && mesh.back() > 1;
+        const bool maps = mode != "copy" && !(cells[i].reshard == Reshard::kCut && mesh.back() > 2 && mesh.back() % 2 == 0);
         EXPECT_EQ(got[r][i].mapped > 0, maps) << where << ", rank " << r;
       }
     }

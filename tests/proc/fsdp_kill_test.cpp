@@ -27,8 +27,11 @@ class KillTraining : public ::testing::TestWithParam<int> {};
 
 TEST_P(KillTraining, SurvivorsStopWithNames) {
   const int world = GetParam(), victim = 1;
-  auto ranks = start_ranks(world, HP_FSDP_PROGRAM, {"15000"});
-  for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for_output("training", 60s)) << rank.output();
+  auto ranks = start_ranks(world, HP_FSDP_PROGRAM, {"15000"}, {{"HP_SAMEHOST", "1"}});
+  for (auto& rank : ranks) {
+    ASSERT_TRUE(rank.wait_for_output("mapped\n", 60s)) << rank.output();
+    ASSERT_THAT(rank.output(), Not(HasSubstr("training, 0 bytes mapped")));
+  }
   const auto start = std::chrono::steady_clock::now();
   ranks[victim].kill(SIGKILL);
   EXPECT_EQ(ranks[victim].wait(10s), 128 + SIGKILL);
@@ -94,7 +97,10 @@ INSTANTIATE_TEST_SUITE_P(All, FreezeTraining, ::testing::Combine(::testing::Valu
 TEST_P(FreezeTraining, TimesOutWithNames) {
   const auto& [mode, victim] = GetParam();
   auto ranks = start_ranks(2, HP_FSDP_PROGRAM, {"3000"}, {{"HP_SAMEHOST", mode}});
-  for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for_output("training", 60s)) << rank.output();
+  for (auto& rank : ranks) {
+    ASSERT_TRUE(rank.wait_for_output("mapped\n", 60s)) << rank.output();
+    ASSERT_EQ(rank.output().find("training, 0 bytes mapped") == std::string::npos, mode == "1");
+  }
   auto& frozen = ranks[static_cast<std::size_t>(victim)];
   auto& other = ranks[static_cast<std::size_t>(1 - victim)];
   frozen.kill(SIGSTOP);

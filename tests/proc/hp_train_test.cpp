@@ -145,10 +145,10 @@ TEST_F(HpTrain, SaysWhatMovesTheBytesOfEveryGroup) {
   const std::vector<std::string> experts = {"--model.n_experts=4", "--model.top_k=2", "--model.expert_ffn_dim=12",
                                             "--parallel.ep=2"};
   EXPECT_EQ(line(1, {}), "none");
-  EXPECT_EQ(line(4, {"--parallel.cp=2"}), "dp_shard_cp: samehost, shards mapped; cp: samehost");
-  EXPECT_EQ(line(4, {"--parallel.tp=2", "--parallel.dp_replicate=2"}), "dp_replicate: samehost; tp: samehost");
-  EXPECT_EQ(line(4, {"--parallel.reshard_ranks=2"}), "dp_shard: samehost; dp_shard[0..1]: samehost");
-  EXPECT_EQ(line(4, experts), "dp_shard: samehost, shards mapped; edp_shard: samehost, shards mapped; ep: samehost");
+  EXPECT_EQ(line(4, {"--parallel.cp=2"}), "world: samehost, shards mapped; cp: samehost");
+  EXPECT_EQ(line(4, {"--parallel.tp=2", "--parallel.dp_replicate=2"}), "dp_replicate: samehost; world: samehost; tp: samehost");
+  EXPECT_EQ(line(4, {"--parallel.reshard_ranks=2"}), "world: samehost, shards mapped; world[0..1]: samehost");
+  EXPECT_EQ(line(4, experts), "world: samehost, shards mapped; edp_shard: samehost, shards mapped; ep: samehost");
 }
 
 TEST_F(HpTrain, OnTwoHostsReplicasMeetOverTheNetwork) {
