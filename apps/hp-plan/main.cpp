@@ -38,8 +38,8 @@ void show_host(const train::Config& config, int ranks) {
   print(config, *most);
   std::int64_t all = 0;
   for (const train::DryRun& run : runs) all += total(config, run);
-  std::printf("That is rank %td, which needs most; it sees %s more of other ranks in place\n", most - runs.begin(),
-              train::format_bytes(most->engine.mapped).c_str());
+  std::printf("That is rank %td, which needs most%s\n", most - runs.begin(),
+              most->engine.maps ? "; it sees the shards of the others in place" : "");
   std::printf("PLAN ranks=%d host_bytes=%lld rank_bytes=%lld\n", ranks, static_cast<long long>(all),
               static_cast<long long>(total(config, *most)));
 }

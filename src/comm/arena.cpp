@@ -17,6 +17,7 @@ namespace {
 constexpr std::uint64_t kLine = 64;
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kKeep = std::uint64_t{64} << 20;       // free bytes that keep their pages
+constexpr std::uint64_t kLeast = std::uint64_t{1} << 26;       // of an arena, however many there are
 constexpr std::uint64_t kWorthACall = std::uint64_t{1} << 20;  // smaller holes keep their pages too
 
 std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -38,12 +39,13 @@ std::shared_ptr<Arena> Arena::create(int neighbours, const Options& options) {
   const auto page = static_cast<std::uint64_t>(std::max(::sysconf(_SC_PAGESIZE), 1L));
   // Twice the machine's memory leaves room for fragments. Every rank maps all of its host: stay far below 47 bits of addresses.
   const auto most = (std::uint64_t{1} << 44) / static_cast<std::uint64_t>(std::max(neighbours, 1));
-  const auto bytes = std::clamp(2 * pages * page, std::uint64_t{1} << 26, most);
+  const auto bytes = std::max(std::min(2 * pages * page, most), kLeast);
   return std::make_shared<Arena>(make_shared_file("hyper_parallel arena", round_up(bytes, std::max(page, kPage))), options);
 }
 
-Arena::Arena(SharedFile file, const Options& options) : file_(std::move(file)), first_touch_(options.first_touch) {
-  if (options.huge_pages && ::madvise(file_.mapping->data(), file_.mapping->size(), MADV_HUGEPAGE) != 0) {
+Arena::Arena(SharedFile file, const Options& options)
+    : file_(std::move(file)), first_touch_(options.first_touch), huge_pages_(options.huge_pages) {
+  if (huge_pages_ && !ask_for_huge_pages(file_.mapping->data(), file_.mapping->size())) {
     log::warn("shared memory without huge pages: madvise: ", std::strerror(errno));
   }
   const auto bytes = file_.mapping->size();

@@ -53,6 +53,7 @@ class Arena final : public c10::Allocator, public std::enable_shared_from_this<A
   [[nodiscard]] char* at(std::uint64_t offset) const noexcept { return file_.mapping->data() + offset; }
   [[nodiscard]] const Mapping& mapping() const noexcept { return *file_.mapping; }
   [[nodiscard]] const SharedFileAddress& address() const noexcept { return file_.address; }
+  [[nodiscard]] bool huge_pages() const noexcept { return huge_pages_; }
   /// Bytes in blocks now.
   [[nodiscard]] std::uint64_t used() const;
 
@@ -77,6 +78,7 @@ class Arena final : public c10::Allocator, public std::enable_shared_from_this<A
 
   SharedFile file_;
   bool first_touch_;
+  bool huge_pages_;
   mutable std::mutex mutex_;
   Holes holes_;                                              ///< by offset; neighbours are always joined
   std::set<std::pair<std::uint64_t, std::uint64_t>> sizes_;  ///< (bytes, offset) of every hole

@@ -79,10 +79,10 @@ bool GatheredBuffer::connect(const CommOptions& options) const {
   if (first == refused.end()) return true;
   impl_->refused = true;
   const auto problems = comm.all_gather_string(problem, options);
-  const auto rank = first - refused.begin();
+  const auto rank = static_cast<std::size_t>(first - refused.begin());
   if (comm.rank() != 0) return false;
-  log::warn("unit ", options.label, ", group ", group->name, ": shards are copied, not mapped: rank ", rank, ": ",
-            problems[static_cast<std::size_t>(rank)]);
+  log::warn("unit ", options.label, ", group ", group->name, ": shards are copied, not mapped: rank ", group->ranks[rank], ": ",
+            problems[rank]);
   return false;
 }
 

@@ -26,6 +26,8 @@ constexpr const char* kOff = "it is switched off";
 // Every answer starts with one of these.
 constexpr char kYes = '+';
 constexpr char kNo = '-';
+// Follows the no to a group that has ranks on several hosts.
+constexpr char kApart = '~';
 
 // Ranks with the same text can look each other's processes up: same start of the same kernel, same process numbers.
 std::string host_id() {
@@ -59,8 +61,8 @@ std::vector<std::string> lines_of(const std::string& text) {
 // One attempt of a group. Rank 0 collects and decides twice: on what the ranks offer, and on whether they could map it.
 class Meeting {
  public:
-  Meeting(World::Impl& world, c10::intrusive_ptr<c10d::Store> store, int rank, int size)
-      : world_(world), store_(std::move(store)), rank_(rank), size_(size) {}
+  Meeting(World::Impl& world, c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<int>& ranks)
+      : world_(world), store_(std::move(store)), rank_(rank), size_(static_cast<int>(ranks.size())), ranks_(ranks) {}
 
   std::unique_ptr<Transport> run(const std::string& name) {
     const auto plan = agree("offer", offer(), &Meeting::plan);
@@ -128,11 +130,12 @@ class Meeting {
     for (const auto& offer : offers) off += offer == concat(kNo, kOff) ? 1 : 0;
     if (off == offers.size()) return std::string(1, kNo);
     for (std::size_t r = 0; r < offers.size(); ++r) {
-      if (offers[r].front() == kNo) return concat(kNo, "rank ", r, ": ", offers[r].substr(1));
+      if (offers[r].front() == kNo) return refusal(r, offers[r]);
       const auto lines = lines_of(offers[r].substr(1));
       if (r == 0) host = lines.at(0);
       if (lines.at(0) != host)
-        return concat(kNo, "ranks 0 and ", r, " are on different hosts, in different containers or of different users");
+        return concat(kNo, kApart, "ranks ", ranks_.front(), " and ", ranks_[r],
+                      " are on different hosts, in different containers or of different users");
       text += '\n' + lines.at(1);
       maps = maps && lines.at(2).front() == kYes;
     }
@@ -141,9 +144,13 @@ class Meeting {
 
   std::string verdict(const std::vector<std::string>& answers) {
     for (std::size_t r = 0; r < answers.size(); ++r) {
-      if (answers[r].front() == kNo) return concat(kNo, "rank ", r, ": ", answers[r].substr(1));
+      if (answers[r].front() == kNo) return refusal(r, answers[r]);
     }
     return std::string(1, kYes);
+  }
+
+  [[nodiscard]] std::string refusal(std::size_t r, const std::string& answer) const {
+    return concat(kNo, "rank ", ranks_[r], ": ", answer.substr(1));
   }
 
   std::unique_ptr<SharedGroup> map(const std::vector<std::string>& addresses) {
@@ -160,18 +167,24 @@ class Meeting {
       const bool own = is_own_file(address);
       peer.same_process = own && world_.same_host == SameHost::kOn;
       peer.arena = world_.peer_arenas[address.id].lock();
-      if (peer.arena == nullptr) peer.arena = map_shared_file(address, false, !peer.same_process);
+      if (peer.arena == nullptr) {
+        peer.arena = map_shared_file(address, false, !peer.same_process);
+        if (world_.huge_pages) ask_for_huge_pages(peer.arena->data(), peer.arena->size());
+      }
       world_.peer_arenas[address.id] = peer.arena;
       if (!own) peer.process = open_process(address.pid);
     }
-    const int neighbours = world_.one_host ? world_.size : size_;
+    const int neighbours = world_.neighbours > 0 ? world_.neighbours : size_;
     return std::make_unique<SharedGroup>(SharedGroup{rank_, size_, Mailbox(std::move(mailbox), size_), arena_, std::move(peers),
                                                      StoreNotes(store_), neighbours <= usable_cores(),
                                                      addresses.back().front() == kYes});
   }
 
   std::unique_ptr<Transport> say_no(const std::string& name, const std::string& decision) const {
-    if (rank_ == 0 && decision.size() > 1) log::warn("group ", name, " uses Gloo, not shared memory: ", decision.substr(1));
+    if (rank_ != 0 || decision.size() < 2) return nullptr;
+    const auto level = decision[1] == kApart ? log::Level::kInfo : log::Level::kWarn;  // nothing is amiss between hosts
+    const auto reason = decision.substr(decision[1] == kApart ? 2 : 1);
+    if (log::enabled(level)) log::write(level, concat("group ", name, " uses Gloo, not shared memory: ", reason));
     return nullptr;
   }
 
@@ -179,6 +192,7 @@ class Meeting {
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_;
   int size_;
+  const std::vector<int>& ranks_;  ///< global
   std::shared_ptr<Arena> arena_;
   SharedFile mailbox_;  ///< of rank 0, until all have mapped it
 };
@@ -188,7 +202,8 @@ class Meeting {
 std::shared_ptr<Arena> find_or_make_arena(World::Impl& world, std::string* reason) {
   if (world.arena == nullptr && world.same_host != SameHost::kOff) {
     try {
-      world.arena = Arena::create(world.size, {.huge_pages = world.huge_pages, .first_touch = world.first_touch});
+      world.arena = Arena::create(world.neighbours > 0 ? world.neighbours : world.size,
+                                  {.huge_pages = world.huge_pages, .first_touch = world.first_touch});
     } catch (const SharedMemoryError& error) {
       if (reason != nullptr) *reason = error.what();
     }
@@ -196,14 +211,14 @@ std::shared_ptr<Arena> find_or_make_arena(World::Impl& world, std::string* reaso
   return world.arena;
 }
 
-std::unique_ptr<Transport> make_same_host_transport(World::Impl& world, const std::string& key, int group_rank, int group_size,
-                                                    const std::string& name) {
+std::unique_ptr<Transport> make_same_host_transport(World::Impl& world, const std::string& key, int group_rank,
+                                                    const std::vector<int>& ranks, const std::string& name) {
   auto* base = dynamic_cast<c10d::Store*>(world.store.get());
   check_internal(base != nullptr, "make_same_host_transport", "a world of ", world.size, " without a store");
   const QuietTorchLog quiet;
   try {
     auto store = c10::make_intrusive<c10d::PrefixStore>(key + "/samehost", c10::intrusive_ptr<c10d::Store>::reclaim_copy(base));
-    return Meeting(world, std::move(store), group_rank, group_size).run(name);
+    return Meeting(world, std::move(store), group_rank, ranks).run(name);
   } catch (const std::exception& error) {
     throw translate(error);
   }

@@ -9,6 +9,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -44,6 +45,14 @@ std::string random_id() {
   return id;
 }
 
+// Beyond the limit the system does not refuse, it ends the process (SIGXFSZ).
+void check_file_size_limit(std::size_t bytes) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || bytes <= limit.rlim_cur) return;
+  throw SharedMemoryError(
+      concat("cannot reserve ", bytes >> 20, " MiB: files are limited to ", limit.rlim_cur >> 10, " KiB (ulimit -f)"));
+}
+
 std::shared_ptr<Mapping> find_mapping(const SharedFileAddress& address) {
   if (address.pid != ::getpid()) return nullptr;
   auto& all = registry();
@@ -65,6 +74,8 @@ Mapping::Mapping(FileDescriptor file, std::size_t bytes, bool writable) : file_(
   ::madvise(data_, bytes, MADV_DONTDUMP);  // a core file of the reserved range would fill the disk
 }
 
+bool ask_for_huge_pages(void* data, std::size_t bytes) noexcept { return ::madvise(data, bytes, MADV_HUGEPAGE) == 0; }
+
 Mapping::~Mapping() { ::munmap(data_, bytes_); }
 
 std::string SharedFileAddress::to_text() const { return concat(pid, ' ', fd, ' ', bytes, ' ', id); }
@@ -80,6 +91,7 @@ SharedFileAddress SharedFileAddress::from_text(const std::string& text) {
 }
 
 SharedFile make_shared_file(const char* name, std::size_t bytes) {
+  check_file_size_limit(bytes);
   constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   int fd = ::memfd_create(name, kFlags | MFD_NOEXEC_SEAL);
   if (fd < 0 && errno == EINVAL) fd = ::memfd_create(name, kFlags);  // before Linux 6.3

@@ -54,6 +54,9 @@ class Mapping {
   std::size_t bytes_ = 0;
 };
 
+/// Asks for huge pages where the system allows them; false (and errno) where it knows none.
+bool ask_for_huge_pages(void* data, std::size_t bytes) noexcept;
+
 /// Where another process finds a file, and how it knows that it is the right one.
 struct SharedFileAddress {
   int pid = 0;

@@ -96,6 +96,7 @@ void SharedSlices::connect(std::span<const SliceAddress> addresses, std::span<co
     map_slice(r, r == rank_ ? arena_->mapping() : *arenas[i], addresses[i].slice);
   }
   ::madvise(view_, view_bytes_, MADV_DONTDUMP);
+  if (arena_->huge_pages()) ask_for_huge_pages(view_, view_bytes_);
   guard_view(view_, view_bytes_);
 }
 

@@ -1,16 +1,15 @@
 // Who waits for whom, and why nobody waits for ever: docs/design/009-same-host.md.
 #include "comm/shared_transport.h"
 
-#include <csignal>
 #include <deque>
 #include <mutex>
 #include <thread>
 
 #include <poll.h>
-#include <pthread.h>
 
 #include <hyper_parallel/core/error.h>
 
+#include "comm/helper_thread.h"
 #include "comm/shared_inbox.h"
 #include "comm/shared_outbox.h"
 #include "comm/shared_slices.h"
@@ -26,18 +25,6 @@ constexpr microseconds kShortestSpin{3};
 constexpr microseconds kLongestSpin{40};
 constexpr milliseconds kLookAtPeers{100};  // how long a dead peer stays unnoticed
 constexpr milliseconds kLastReader{1000};  // how long abort waits for a peer that is reading
-
-// A thread that takes no signals: handlers of the program run on its own threads.
-template <class Body>
-std::thread start_helper(Body body) {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  ::pthread_sigmask(SIG_BLOCK, &all, &before);
-  std::thread thread(std::move(body));
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return thread;
-}
 
 class SharedTransport final : public Transport {
  public:

@@ -1,6 +1,7 @@
 #pragma once
 // What a rank leaves in the group's store for peers that can no longer be reached otherwise.
 #include <chrono>
+#include <functional>
 #include <string>
 
 #include <c10/util/intrusive_ptr.h>
@@ -24,12 +25,18 @@ class StoreNotes {
   explicit StoreNotes(c10::intrusive_ptr<c10d::Store> store);
   StoreNotes(StoreNotes&&) noexcept;
   ~StoreNotes();
-  /// As Transport's functions of these names.
+  /// As Transport's functions of these names. Both come back in time even if the store's host is stopped; then it is not asked
+  /// again.
   void publish(const std::string& key, const std::string& note) noexcept;
   std::string read(const std::string& key, std::chrono::milliseconds patience) noexcept;
 
  private:
+  using Errand = std::function<void(c10d::Store&)>;
+  /// Does `errand` on a thread of its own: false if it is not back after `patience`, or failed.
+  bool send_out(std::chrono::milliseconds patience, Errand errand) noexcept;
+
   c10::intrusive_ptr<c10d::Store> store_;
+  bool answers_ = true;
 };
 
 }  // namespace hyper_parallel

@@ -1,5 +1,6 @@
 #include <hyper_parallel/comm/world.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <numeric>
@@ -143,10 +144,12 @@ void meet(c10d::Store& store, const World::Impl& world) {
   throw TimeoutError(text, CommFailure{std::string(kInit), {}, "world", 0, 0, -1});
 }
 
-bool runs_on_one_host(const World::Impl& world) {
-  if (dynamic_cast<c10d::HashStore*>(world.store.get()) != nullptr) return true;
+// How many ranks share this host, if the launcher says so: only a hint.
+void find_neighbours(World::Impl& world) {
   const char* local = environment("LOCAL_WORLD_SIZE");
-  return local != nullptr && std::to_string(world.size) == local;
+  const bool threads = dynamic_cast<c10d::HashStore*>(world.store.get()) != nullptr;
+  world.neighbours = threads ? world.size : local == nullptr ? 0 : std::clamp(std::atoi(local), 0, world.size);
+  world.one_host = world.neighbours == world.size;
 }
 
 void choose_same_host(World::Impl& world, const InitOptions& options) {
@@ -238,7 +241,7 @@ std::shared_ptr<Comm::Impl> find_or_make_group(const std::shared_ptr<World::Impl
   group->fake = world->fake;
   if (group->size > 1 && !group->fake) {
     try {
-      group->transport = make_same_host_transport(*world, "group/" + key, group->rank, group->size, name);
+      group->transport = make_same_host_transport(*world, "group/" + key, group->rank, ranks, name);
       if (group->transport == nullptr) {
         group->transport = make_gloo_transport(*world, "group/" + key, group->rank, group->size);
       }
@@ -286,7 +289,7 @@ World make_world(const InitOptions& options) {
       world->store = store;
       if (options.wait_for_ranks) meet(*store, *world);
     }
-    world->one_host = runs_on_one_host(*world);
+    find_neighbours(*world);
   }
   return World(std::move(world));
 }

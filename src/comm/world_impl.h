@@ -32,6 +32,7 @@ struct World::Impl {
   c10::Allocator* allocator = nullptr;                  ///< the user's, or null
   bool fake = false;                                    ///< dry run: groups have no peers
   bool one_host = false;                                ///< all ranks run on this host: connect through loopback
+  int neighbours = 0;                                   ///< ranks on this host, 0 if unknown
 
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<Comm::Impl>> groups;  ///< by device type and rank list

@@ -66,7 +66,7 @@ EngineBytes plan_engine(const Config& config, const BatchPlan& batches, const HS
           .pool = use.pool + use.copies,
           .optimizer_state = updater.state_bytes(),
           .staging = staged ? (use.shards + updater.state_bytes()) / batches.dp_replicate : 0,
-          .mapped = use.mapped};
+          .maps = use.copies > 0};
 }
 
 }  // namespace hyper_parallel::train

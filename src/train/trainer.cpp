@@ -7,6 +7,7 @@
 #include <cmath>
 #include <fstream>
 #include <limits>
+#include <numeric>
 
 #include <hyper_parallel/comm/comm.h>
 #include <hyper_parallel/core/trace.h>
@@ -86,16 +87,26 @@ auto on_all_ranks_alike(F&& f) {
   }
 }
 
-/// Every group of ranks over which `root` gathers or reduces, and what moves its bytes.
-std::string transports(const HSDPModule& root, bool maps) {
+/// Every group of ranks that works on a step, and what moves its bytes. `cut`: among how many ranks the gathered parameters are
+/// cut after forward, 0 if they are not.
+std::string transports(const HSDPModule& root, const LlamaParallel& axes, std::int64_t cut, bool maps) {
   std::vector<std::string> lines;
+  const auto add = [&](const Comm& comm, bool mapped) {
+    if (!comm.defined() || comm.size() == 1) return;
+    const auto line = concat(comm.name(), ": ", comm.transport_name(), mapped && comm.maps_slices() ? ", shards mapped" : "");
+    if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(line);
+  };
   for (const auto& group : root.groups()) {
-    for (const Comm& comm : {group.shard_comm, group.replicate_comm}) {
-      if (!comm.defined() || comm.size() == 1) continue;
-      const auto line = concat(comm.name(), ": ", comm.transport_name(),
-                               maps && comm.maps_slices() && comm.ranks() == group.shard_comm.ranks() ? ", shards mapped" : "");
-      if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(line);
-    }
+    const Comm& shards = group.shard_comm;
+    add(shards, maps);
+    add(group.replicate_comm, false);
+    if (cut < 2 || shards.size() <= cut) continue;
+    std::vector<int> members(static_cast<std::size_t>(cut));
+    std::iota(members.begin(), members.end(), shards.rank() / static_cast<int>(cut) * static_cast<int>(cut));
+    add(shards.subgroup(members), false);
+  }
+  for (const DeviceMesh& mesh : {axes.tp, axes.cp, axes.ep}) {
+    if (mesh.defined()) add(mesh.get_group(), false);
   }
   std::string text;
   for (const std::string& line : lines) text += (text.empty() ? "" : "; ") + line;
@@ -232,7 +243,7 @@ void Trainer::announce() {
         "Resume     ", checkpoints_->restored().empty() ? "no checkpoint yet, from the beginning" : checkpoints_->restored()));
   for (const std::string& line : checkpoints_->notes()) progress_.print(concat("           ", line));
   if (const std::string text = checkpoints_->describe(); !text.empty()) progress_.print(concat("Checkpoint ", text));
-  progress_.print(concat("Transport  ", transports(root_, engine.mapped > 0)));
+  progress_.print(concat("Transport  ", transports(root_, meshes_.model, config_.parallel.reshard_ranks, engine.maps)));
   progress_.print(memory_table(config_, plan_, engine));
 }
 

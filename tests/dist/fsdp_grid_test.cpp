@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <set>
 
@@ -11,6 +12,7 @@
 #include <hyper_parallel/hyper_parallel.h>
 
 #include "support/rank_threads.h"
+#include "support/same_host_mode.h"
 #include "support/small_net.h"
 
 namespace hyper_parallel::testing {
@@ -18,7 +20,7 @@ namespace {
 
 enum class Buffers { kPerParameter, kFused, kZeroCopy, kRagged };
 enum class Dtypes { kFloat, kBFloat16, kHalf };
-enum class Mode { kPlain, kLocal, kPartial, kMainGrad };
+enum class Sums { kPlain, kLocal, kPartial, kMainGrad };
 enum class Reshard { kUnset, kKeep, kFree, kCut };
 enum class Frozen { kNone, kParameters, kUnit };
 
@@ -30,7 +32,7 @@ const char* text_of(const auto& names, Enum value) {
 struct Cell {
   Buffers buffers = Buffers::kFused;
   Dtypes dtypes = Dtypes::kFloat;
-  Mode mode = Mode::kPlain;
+  Sums mode = Sums::kPlain;
   bool offload = false;
   bool checkpoint = false;
   // Of the second grid only.
@@ -60,7 +62,7 @@ constexpr Levels kLevels = {4, 3, 4, 2, 2, 4, 3, 2, 2, 2, 2};
 Cell cell_of(const Levels& at) {
   return {.buffers = static_cast<Buffers>(at[0]),
           .dtypes = static_cast<Dtypes>(at[1]),
-          .mode = static_cast<Mode>(at[2]),
+          .mode = static_cast<Sums>(at[2]),
           .offload = at[3] == 1,
           .checkpoint = at[4] == 1,
           .reshard = static_cast<Reshard>(at[5]),
@@ -140,7 +142,7 @@ std::vector<Cell> grid() {
   std::vector<Cell> cells;
   for (const auto buffers : {Buffers::kPerParameter, Buffers::kFused, Buffers::kZeroCopy, Buffers::kRagged}) {
     for (const auto dtypes : {Dtypes::kFloat, Dtypes::kBFloat16, Dtypes::kHalf}) {
-      for (const auto mode : {Mode::kPlain, Mode::kLocal, Mode::kPartial, Mode::kMainGrad}) {
+      for (const auto mode : {Sums::kPlain, Sums::kLocal, Sums::kPartial, Sums::kMainGrad}) {
         for (const bool offload : {false, true}) {
           for (const bool checkpoint : {false, true}) cells.push_back({buffers, dtypes, mode, offload, checkpoint});
         }
@@ -167,7 +169,7 @@ FullyShardOptions options_of(const Cell& cell, const std::vector<int64_t>& mesh,
   // bf16: low-precision compute, fp32 sums. fp16: low precision throughout.
   if (cell.dtypes == Dtypes::kBFloat16) options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
   if (cell.dtypes == Dtypes::kHalf) options.mp_policy = {.param_dtype = torch::kHalf};
-  options.mp_policy.apply_grad_on_fp32_main_grad = cell.mode == Mode::kMainGrad;
+  options.mp_policy.apply_grad_on_fp32_main_grad = cell.mode == Sums::kMainGrad;
   if (cell.offload) options.offload_policy = CPUOffloadPolicy{};
   if (cell.reshard == Reshard::kKeep || cell.reshard == Reshard::kFree)
     options.reshard_after_forward = cell.reshard == Reshard::kFree;
@@ -185,6 +187,7 @@ constexpr double kLearningRate = 0.1;
 struct Record {
   std::vector<Tensors> gradients;
   Tensors parameters;
+  int64_t mapped = 0;  ///< bytes of peers' shards that were read where they are
 };
 
 torch::Tensor run_net(Net& net, const torch::Tensor& tokens, bool checkpoint) {
@@ -212,8 +215,9 @@ Record plain_run(int64_t rows, Frozen frozen = Frozen::kNone) {
   return run;
 }
 
-Record sharded_run(const Cell& cell, const std::vector<int64_t>& mesh, int64_t rows, int steps = kSteps, double factor = 1) {
-  Net net = make_net();
+Record sharded_run(const Cell& cell, const std::vector<int64_t>& mesh, int64_t rows, int steps = kSteps, double factor = 1,
+                   const NetOptions& net_options = {}) {
+  Net net = make_net(net_options);
   freeze(net, cell.frozen);
   HSDPModule root = shard_net(net, options_of(cell, mesh, net));
   if (cell.stays) root.set_reshard_after_backward(false);
@@ -227,11 +231,11 @@ Record sharded_run(const Cell& cell, const std::vector<int64_t>& mesh, int64_t r
     const Batch mine = make_batch(rows, 7 + static_cast<uint64_t>(step)).part(get_rank(), get_world_size());
     for (int64_t micro = 0; micro < kMicroBatches; ++micro) {
       const bool last = micro + 1 == kMicroBatches;
-      root.set_requires_gradient_sync(cell.mode != Mode::kLocal || last);
-      root.set_requires_all_reduce(cell.mode != Mode::kPartial || last);
+      root.set_requires_gradient_sync(cell.mode != Sums::kLocal || last);
+      root.set_requires_all_reduce(cell.mode != Sums::kPartial || last);
       const Batch part = mine.part(micro, kMicroBatches);
       (net_loss(run_net(net, part.tokens, cell.checkpoint), part.targets) / kMicroBatches).backward();
-      if (!last && (cell.mode == Mode::kLocal || cell.mode == Mode::kPartial)) {
+      if (!last && (cell.mode == Sums::kLocal || cell.mode == Sums::kPartial)) {
         EXPECT_TRUE(step > 0 || root.named_grad_dtensors().empty()) << "gradients appear only when they are complete";
       }
     }
@@ -241,8 +245,8 @@ Record sharded_run(const Cell& cell, const std::vector<int64_t>& mesh, int64_t r
       for (auto& parameter : group.parameters) {
         EXPECT_EQ(parameter.grad.defined(), parameter.sharded.requires_grad()) << cell.name() << ' ' << parameter.name;
         if (!parameter.grad.defined()) continue;
-        EXPECT_EQ(parameter.sharded.grad().defined(), cell.mode != Mode::kMainGrad) << parameter.name;
-        if (cell.mode == Mode::kMainGrad) {
+        EXPECT_EQ(parameter.sharded.grad().defined(), cell.mode != Sums::kMainGrad) << parameter.name;
+        if (cell.mode == Sums::kMainGrad) {
           EXPECT_EQ(parameter.grad.scalar_type(), torch::kFloat);
         }
         parameter.sharded.data().add_(parameter.grad, -kLearningRate / factor);
@@ -251,6 +255,7 @@ Record sharded_run(const Cell& cell, const std::vector<int64_t>& mesh, int64_t r
     root.zero_grad();
   }
   run.parameters = full_parameters(root);
+  run.mapped = root.memory_use().mapped;
   return run;
 }
 
@@ -322,6 +327,52 @@ TEST_P(PairGrid, EqualsUnshardedRunAndScalesExactly) {
   });
 }
 
+bool same_bits(const Tensors& a, const Tensors& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+    const torch::Tensor left = x.second.contiguous(), right = y.second.contiguous();
+    return x.first == y.first && left.sizes() == right.sizes() && left.scalar_type() == right.scalar_type() &&
+           std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0;
+  });
+}
+
+/// With units of whole pages, which the ranks of a host map.
+class WideGrid : public ::testing::TestWithParam<std::vector<int64_t>> {};
+
+TEST_P(WideGrid, MappedCopiedAndOverGlooHaveTheSameBits) {
+  const auto mesh = GetParam();
+  const int ranks = ranks_of(mesh);
+  const int64_t rows = int64_t{2} * kMicroBatches * ranks;
+  std::vector<Cell> cells;
+  for (const Levels& at : pairwise()) {
+    if (cell_of(at).buffers == Buffers::kRagged) cells.push_back(cell_of(at));
+  }
+  const auto records = [&](const char* mode) {
+    const Mode scoped(mode);
+    std::vector<std::vector<Record>> all(static_cast<std::size_t>(ranks));
+    run_ranks(ranks, [&](int rank) {
+      auto& mine = all[static_cast<std::size_t>(rank)];
+      for (const Cell& cell : cells) mine.push_back(sharded_run(cell, mesh, rows, kSteps, 1, {.dim = 96}));
+    });
+    return all;
+  };
+  const auto want = records("0");
+  for (const std::string mode : {"1", "processes", "copy"}) {
+    const auto got = records(mode.c_str());
+    for (std::size_t i = 0; i < cells.size(); ++i) {
+      const std::string where = concat(mode, ' ', cells[i].name());
+      for (std::size_t r = 0; r < want.size(); ++r) {
+        ASSERT_EQ(got[r][i].gradients.size(), want[r][i].gradients.size()) << where;
+        for (std::size_t step = 0; step < want[r][i].gradients.size(); ++step)
+          EXPECT_TRUE(same_bits(got[r][i].gradients[step], want[r][i].gradients[step]))
+              << where << ", rank " << r << ", step " << step;
+        EXPECT_TRUE(same_bits(got[r][i].parameters, want[r][i].parameters)) << where << ", rank " << r;
+        const bool maps = mode != "copy" && !(cells[i].reshard == Reshard::kCut && mesh.back() > 2 && mesh.back() % 2 == 0);
+        EXPECT_EQ(got[r][i].mapped > 0, maps) << where << ", rank " << r;
+      }
+    }
+  }
+}
+
 std::string name_of(const ::testing::TestParamInfo<std::vector<int64_t>>& mesh) {
   std::string name = "mesh";
   for (const int64_t size : mesh.param) name += concat('_', size);
@@ -336,6 +387,11 @@ INSTANTIATE_TEST_SUITE_P(Meshes, PairGrid,
                          ::testing::Values(std::vector<int64_t>{2}, std::vector<int64_t>{4}, std::vector<int64_t>{3},
                                            std::vector<int64_t>{2, 2}, std::vector<int64_t>{1, 2}, std::vector<int64_t>{2, 1},
                                            std::vector<int64_t>{1}),
+                         name_of);
+
+INSTANTIATE_TEST_SUITE_P(Meshes, WideGrid,
+                         ::testing::Values(std::vector<int64_t>{2}, std::vector<int64_t>{3}, std::vector<int64_t>{2, 2},
+                                           std::vector<int64_t>{8}),
                          name_of);
 
 }  // namespace

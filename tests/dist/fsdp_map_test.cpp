@@ -15,6 +15,7 @@
 #include "support/rank_threads.h"
 #include "support/same_host_mode.h"
 #include "support/small_net.h"
+#include "support/wide_net.h"
 
 namespace hyper_parallel::testing {
 namespace {
@@ -23,26 +24,7 @@ using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 using torch::Tensor;
 
-constexpr int64_t kDim = 64;
-
-/// Three blocks whose slices have whole pages with up to eight ranks, and a root of a few bytes.
-struct WideImpl : torch::nn::Module {
-  WideImpl() {
-    for (const char* name : {"first", "middle", "last"}) blocks.push_back(register_module(name, Mlp(kDim, 200)));
-    head = register_module("head", torch::nn::Linear(kDim, 5));
-  }
-  Tensor forward(Tensor x) {
-    for (std::size_t i = 0; i < blocks.size(); ++i) {
-      if (before) before(i, x);
-      x = blocks[i](x);
-    }
-    return head(x);
-  }
-  std::vector<Mlp> blocks;
-  torch::nn::Linear head = nullptr;
-  std::function<void(std::size_t block, Tensor& x)> before;
-};
-HP_MODULE(Wide);
+constexpr int64_t kDim = WideImpl::kDim;
 
 struct Case {
   std::string name = {};
@@ -58,8 +40,7 @@ HSDPModule shard(const Wide& model, const Case& c) {
   options.reshard_after_forward = c.reshard;
   if (c.bf16) options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
   if (c.offload) options.offload_policy = CPUOffloadPolicy{};
-  for (auto& block : model->blocks) fully_shard(block, options);
-  return fully_shard(model, options);
+  return shard_wide(model, options);
 }
 
 Tensor run(Wide& model, const Tensor& x, bool recompute) {

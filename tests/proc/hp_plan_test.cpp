@@ -61,7 +61,7 @@ TEST_F(HpPlan, SaysWhatARunAnnounces) {
     options.insert(options.begin(), "--ranks=" + std::to_string(c.world));
     const Outcome planned = plan(options);
     EXPECT_EQ(planned.code, 0) << planned.output;
-    EXPECT_THAT(planned.output, HasSubstr("That is rank 0,")) << "hp-train announces rank 0";
+    EXPECT_THAT(planned.output, HasSubstr("That is rank 0, which needs most")) << "hp-train announces rank 0";
     EXPECT_EQ(table_of(planned.output), table_of(announced(c.world, c.options, "1"))) << ::testing::PrintToString(c.options);
     EXPECT_THAT(planned.output, HasSubstr("PLAN ranks=" + std::to_string(c.world) + " host_bytes="));
   }

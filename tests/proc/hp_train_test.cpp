@@ -129,6 +129,38 @@ TEST_F(HpTrain, DrawnArrangementsReachTheCurveOfOneProcess) {
   }
 }
 
+/// The line of rank 0 that says what moves the bytes of which group.
+std::string transport_line(const std::string& output) {
+  const auto at = output.find("Transport  ");
+  return at == std::string::npos ? "none in: " + output : output.substr(at + 11, output.find('\n', at) - at - 11);
+}
+
+TEST_F(HpTrain, SaysWhatMovesTheBytesOfEveryGroup) {
+  const auto line = [&](int world, std::vector<std::string> more) {
+    more.insert(more.end(), {"--train.max_steps=1", "--train.eval_windows=1", "--parallel.layout=ragged"});
+    const Outcome outcome = run(world, more);
+    EXPECT_EQ(outcome.code, 0) << outcome.output;
+    return transport_line(outcome.output);
+  };
+  const std::vector<std::string> experts = {"--model.n_experts=4", "--model.top_k=2", "--model.expert_ffn_dim=12",
+                                            "--parallel.ep=2"};
+  EXPECT_EQ(line(1, {}), "none");
+  EXPECT_EQ(line(4, {"--parallel.cp=2"}), "world: samehost, shards mapped; cp: samehost");
+  EXPECT_EQ(line(4, {"--parallel.tp=2", "--parallel.dp_replicate=2"}), "dp_replicate: samehost; world: samehost; tp: samehost");
+  EXPECT_EQ(line(4, {"--parallel.reshard_ranks=2"}), "world: samehost, shards mapped; world[0..1]: samehost");
+  EXPECT_EQ(line(4, experts), "world: samehost, shards mapped; edp_shard: samehost, shards mapped; ep: samehost");
+}
+
+TEST_F(HpTrain, OnTwoHostsReplicasMeetOverTheNetwork) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can make process spaces";
+  auto ranks = testing::start_on_two_hosts(
+      HP_TRAIN, arguments({"--parallel.layout=ragged", "--parallel.dp_replicate=2", "--train.max_steps=1"}),
+      {{"OMP_NUM_THREADS", "1"}});
+  for (Process& rank : ranks) EXPECT_EQ(rank.wait(60s), 0) << rank.output();
+  EXPECT_EQ(transport_line(ranks[0].output()), "dp_shard: samehost, shards mapped; dp_replicate: gloo");
+  for (const Process& rank : ranks) EXPECT_THAT(rank.output(), Not(HasSubstr("hyper_parallel warn")));
+}
+
 TEST_F(HpTrain, TheSavedConfigurationRepeatsTheRun) {
   ASSERT_EQ(run(1, {"--log.name=first", "--optim.lr", "0.003"}).code, 0);
   const Outcome again = run_alone({(dir_ / "runs/first/config.toml").string(), "--log.name=again"});

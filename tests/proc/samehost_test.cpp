@@ -1,9 +1,10 @@
 // Shared memory between processes: where the system refuses it, between two runs, and towards other users.
 #include <cerrno>
 #include <filesystem>
-#include <fstream>
+#include <map>
 #include <set>
-#include <sstream>
+#include <string>
+#include <vector>
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -12,6 +13,7 @@
 #include <unistd.h>
 
 #include "support/process.h"
+#include "support/shared_files.h"
 
 namespace hyper_parallel::testing {
 namespace {
@@ -46,17 +48,42 @@ TEST(NoDevShm, IsNotNeeded) {
     EXPECT_THAT(text, HasSubstr("sum 3, samehost, maps\n"));
 }
 
-/// Inodes of the shared files that a process has mapped.
-std::set<std::string> shared_files(pid_t pid) {
-  std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
-  std::set<std::string> out;
-  for (std::string line; std::getline(maps, line);) {
-    if (line.find("memfd:hyper_parallel") == std::string::npos) continue;
-    std::string range, access, offset, device, inode;
-    std::istringstream(line) >> range >> access >> offset >> device >> inode;
-    out.insert(inode);
+TEST(FileSizeLimit, IsFoundBeforeTheSystemEndsTheProcess) {
+  const auto out = sums({{"LIMIT_FILES", "1000000"}, {"HP_SAMEHOST", "1"}});
+  for (const auto& text : out) EXPECT_THAT(text, HasSubstr("sum 3, gloo\n"));
+  EXPECT_THAT(out[0], AllOf(HasSubstr("uses Gloo, not shared memory: rank 0: cannot reserve "),
+                            HasSubstr(" MiB: files are limited to 976 KiB (ulimit -f)")));
+}
+
+/// The size of the arenas of the first two ranks of a large world, of which `local` run on this host.
+std::uint64_t arena_bytes(const std::string& local) {
+  const std::string port = std::to_string(free_port());
+  std::vector<Process> ranks;
+  for (const char* rank : {"0", "1"}) {
+    ranks.emplace_back(HP_WORLD_PROGRAM, std::vector<std::string>{"first_two"},
+                       std::map<std::string, std::string>{{"RANK", rank},
+                                                          {"WORLD_SIZE", "4194304"},
+                                                          {"LOCAL_WORLD_SIZE", local},
+                                                          {"MASTER_ADDR", "127.0.0.1"},
+                                                          {"MASTER_PORT", port},
+                                                          {"HP_SAMEHOST", "1"}});
   }
-  return out;
+  std::uint64_t bytes = 0;
+  for (auto& rank : ranks) {
+    EXPECT_EQ(rank.wait(60s), 0) << rank.output();
+    const std::string text = rank.output();
+    const auto at = text.find("samehost, arenas of ");
+    if (at == std::string::npos) ADD_FAILURE() << text;
+    if (at != std::string::npos) bytes = std::stoull(text.substr(at + 20));
+  }
+  return bytes;
+}
+
+// Every rank maps the arenas of its whole host, however many ranks other hosts have.
+TEST(ArenaSize, FollowsTheRanksOfTheHost) {
+  EXPECT_EQ(arena_bytes("2048"), std::uint64_t{1} << 33);
+  EXPECT_EQ(arena_bytes("4194304"), std::uint64_t{1} << 26) << "the least";
+  EXPECT_GT(arena_bytes("2"), std::uint64_t{1} << 30);
 }
 
 TEST(TwoRuns, NeverMeet) {

@@ -1,12 +1,16 @@
 // One rank of the process tests: `world_program <mode> [timeout in ms]`. Exit codes: 0 fine, 2 ValueError, 3 CommError, 4
 // anything else. REFUSE=<system call>: the kernel refuses it from the start. HIDE_SHM: /dev/shm is empty and cannot be written.
+// LIMIT_FILES=<bytes>: as ulimit -f.
 #include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <iostream>
+#include <sstream>
+#include <string>
 #include <string_view>
 #include <thread>
 
@@ -15,6 +19,7 @@
 #include <sched.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <torch/torch.h>
 
@@ -61,20 +66,49 @@ void hide_shm() {
   if (!done) give_up("hide /dev/shm");
 }
 
+void limit_files(const char* bytes) {
+  const rlimit limit{std::strtoull(bytes, nullptr, 10), RLIM_INFINITY};
+  if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) give_up("limit the size of files");
+}
+
+// Of the smallest one that is mapped.
+std::uint64_t arena_bytes() {
+  std::ifstream maps("/proc/self/maps");
+  std::uint64_t least = 0;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("hyper_parallel arena") == std::string::npos) continue;
+    std::uint64_t begin = 0, end = 0;
+    char dash = 0;
+    std::istringstream(line) >> std::hex >> begin >> dash >> end;
+    if (least == 0 || end - begin < least) least = end - begin;
+  }
+  return least;
+}
+
 void run(std::string_view mode, std::chrono::milliseconds timeout) {
   if (mode == "agent") return host_store();
-  const auto world = hp::init_process_group({.timeout = timeout});
+  const bool few = mode == "first_two";
+  const auto world = hp::init_process_group({.timeout = timeout, .wait_for_ranks = !few});
   if (mode == "init") {
     std::cout << "rank " << world.rank() << " of " << world.size() << ", local " << world.local_rank() << std::endl;
     return;
   }
-  const auto mesh = hp::init_device_mesh("cpu", {world.size()});
+  const auto mesh =
+      few ? hp::DeviceMesh::from_ranks(world, "cpu", {2}, {0, 1}, {"dp"}) : hp::init_device_mesh("cpu", {world.size()});
   const auto group = mesh.get_group();
   if (mode == "sum") {
     const auto tensor = torch::full({1000}, world.rank() + 1.0F);
     group.all_reduce(tensor).wait();
     std::cout << "sum " << tensor[999].item<float>() << ", " << group.transport_name() << (group.maps_slices() ? ", maps" : "")
               << std::endl;
+    return;
+  }
+  if (mode == "first_two") {
+    const auto tensor = torch::full({1000}, world.rank() + 1.0F);
+    group.all_reduce(tensor).wait();
+    std::cout << "sum " << tensor[999].item<float>() << ", " << group.transport_name() << ", arenas of " << arena_bytes()
+              << std::endl;
+    group.barrier();
     return;
   }
   const std::int64_t n = 200'000;
@@ -94,6 +128,7 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   if (const char* name = std::getenv("REFUSE")) refuse(name);
   if (std::getenv("HIDE_SHM") != nullptr) hide_shm();
+  if (const char* bytes = std::getenv("LIMIT_FILES")) limit_files(bytes);
   try {
     run(mode, timeout);
     return 0;

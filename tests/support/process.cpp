@@ -165,4 +165,24 @@ std::vector<Process> start_ranks(int world_size, const std::string& program, con
   return out;
 }
 
+std::vector<Process> start_on_two_hosts(const std::string& program, const std::vector<std::string>& arguments,
+                                        const std::map<std::string, std::string>& environment) {
+  auto all = environment;
+  all["WORLD_SIZE"] = "4";
+  all["LOCAL_WORLD_SIZE"] = "2";
+  all["MASTER_ADDR"] = "127.0.0.1";
+  all["MASTER_PORT"] = std::to_string(free_port());
+  all["GLOO_SOCKET_IFNAME"] = "lo";
+  std::vector<Process> out;
+  for (const char* rank : {"0", "1"}) {
+    all["RANK"] = all["LOCAL_RANK"] = rank;
+    out.emplace_back(program, arguments, all);
+  }
+  const std::string both = "RANK=2 LOCAL_RANK=0 \"$@\" & first=$!; RANK=3 LOCAL_RANK=1 \"$@\" && wait $first";
+  std::vector<std::string> words = {"--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", both, "sh", program};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  out.emplace_back("/usr/bin/unshare", words, all);
+  return out;
+}
+
 }  // namespace hyper_parallel::testing

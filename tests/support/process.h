@@ -42,5 +42,9 @@ std::string self_path();
 /// Starts `world_size` copies of `program` with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
 std::vector<Process> start_ranks(int world_size, const std::string& program, const std::vector<std::string>& arguments,
                                  const std::map<std::string, std::string>& environment = {});
+/// Four ranks, of which the last two have a process space of their own, as on another host; the third process stands for both.
+/// For root.
+std::vector<Process> start_on_two_hosts(const std::string& program, const std::vector<std::string>& arguments,
+                                        const std::map<std::string, std::string>& environment = {});
 
 }  // namespace hyper_parallel::testing

@@ -78,17 +78,19 @@ struct NetOptions {
   bool first_twice = false;  ///< u1 runs twice in one forward
   bool skip_last = false;    ///< u4 does not run
   bool drop_last = false;    ///< u4 runs, its result is not used
+  int64_t dim = 12;          ///< of the activations: NetImpl::kDim
 };
 
 /// Embedding table tied to the output head (both in the root), four blocks.
 struct NetImpl : torch::nn::Module {
   static constexpr int64_t kDim = 12, kVocab = 11;
   explicit NetImpl(const NetOptions& net_options = {}) : options(net_options) {
-    table = register_module("table", torch::nn::Embedding(kVocab, kDim));
-    u1 = register_module("u1", Mlp(kDim, 20));
-    u2 = register_module("u2", Nest(kDim));
-    u3 = register_module("u3", Mlp(kDim, 3));
-    u4 = register_module("u4", Mlp(kDim, 5));
+    const int64_t dim = options.dim;
+    table = register_module("table", torch::nn::Embedding(kVocab, dim));
+    u1 = register_module("u1", Mlp(dim, 20));
+    u2 = register_module("u2", Nest(dim));
+    u3 = register_module("u3", Mlp(dim, 3));
+    u4 = register_module("u4", Mlp(dim, 5));
     head = register_module("head", TiedHead(table->weight, kVocab));
   }
   torch::Tensor forward(const torch::Tensor& tokens) {

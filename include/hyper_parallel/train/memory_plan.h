@@ -26,7 +26,7 @@ struct EngineBytes {
   std::int64_t pool = 0;
   std::int64_t optimizer_state = 0;  ///< with the averages of optim.ema_decay
   std::int64_t staging = 0;          ///< buffer of saves in the background, about
-  std::int64_t mapped = 0;           ///< shards of other ranks of the host that are seen in place: no memory of this rank
+  bool maps = false;                 ///< ranks of the host see each other's shards in place, which takes no memory
 };
 
 /// Bytes of one rank. Exact but for the activations.
