@@ -367,7 +367,10 @@ TEST_P(WideGrid, MappedCopiedAndOverGlooHaveTheSameBits) {
               << where << ", rank " << r << ", step " << step;
         EXPECT_TRUE(same_bits(got[r][i].parameters, want[r][i].parameters)) << where << ", rank " << r;
         const bool maps = mode != "copy" && !(cells[i].reshard == Reshard::kCut && mesh.back() > 2 && mesh.back() % 2 == 0);
-        EXPECT_EQ(got[r][i].mapped > 0, maps) << where << ", rank " << r;
+        // Units that stay gathered after backward are copies.
+        if (!cells[i].stays) {
+          EXPECT_EQ(got[r][i].mapped > 0, maps) << where << ", rank " << r;
+        }
       }
     }
   }
