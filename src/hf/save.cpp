@@ -34,23 +34,15 @@ struct Folder {
   ckpt::Dtype dtype = ckpt::Dtype::kF32;
 };
 
-/// Compares what there is with what the config has. \param specs of our tensors, with prefix
-Folder plan_folder(const std::vector<TensorSpec>& specs, const std::string& prefix, Config config,
-                   const std::optional<ckpt::Dtype>& dtype, std::uint64_t max_file_bytes,
-                   const std::map<std::string, std::string>& texts) {
-  Folder folder;
-  folder.dtype = dtype ? *dtype : dtype_of(config.dtype);
-  check_value(ckpt::is_real(folder.dtype), kOp, "dtype is ", to_string(folder.dtype), ", want a floating point type");
-  for (const char* name : {"float32", "float16", "bfloat16", "float64"}) {
-    if (dtype_of(name) == folder.dtype) config.dtype = name;
-  }
-  const std::vector<TensorSpec> wanted = tensors_of(config, folder.dtype);
+/// Compares what there is with what the config has: all that differs, in words. \param specs of our tensors, with prefix
+std::string compare(const std::vector<TensorSpec>& specs, const std::string& prefix, const Config& config,
+                    const std::vector<TensorSpec>& wanted, std::map<std::string, std::vector<Part>>& parts_of_ours) {
   std::map<std::string, const TensorSpec*> by_key;
   for (const TensorSpec& spec : wanted) by_key[spec.name] = &spec;
   std::string problems;
   const auto problem = [&](const auto&... what) { problems += concat(problems.empty() ? "" : "; ", what...); };
   for (const TensorSpec& spec : specs) {
-    std::vector<Part>& parts = folder.parts[spec.name] = parts_of(spec.name.substr(prefix.size()), spec.shape);
+    std::vector<Part>& parts = parts_of_ours[spec.name] = parts_of(spec.name.substr(prefix.size()), spec.shape);
     if (!ckpt::is_real(spec.dtype)) problem(spec.name, " is ", to_string(spec.dtype), ", want floating point");
     for (const Part& part : parts) {
       const auto found = by_key.find(part.key);
@@ -65,6 +57,20 @@ Folder plan_folder(const std::vector<TensorSpec>& specs, const std::string& pref
     }
   }
   for (const auto& [key, spec] : by_key) problem(key, " is missing");
+  return problems;
+}
+
+Folder plan_folder(const std::vector<TensorSpec>& specs, const std::string& prefix, Config config,
+                   const std::optional<ckpt::Dtype>& dtype, std::uint64_t max_file_bytes,
+                   const std::map<std::string, std::string>& texts) {
+  Folder folder;
+  folder.dtype = dtype ? *dtype : dtype_of(config.dtype);
+  check_value(ckpt::is_real(folder.dtype), kOp, "dtype is ", to_string(folder.dtype), ", want a floating point type");
+  for (const char* name : {"float32", "float16", "bfloat16", "float64"}) {
+    if (dtype_of(name) == folder.dtype) config.dtype = name;
+  }
+  const std::vector<TensorSpec> wanted = tensors_of(config, folder.dtype);
+  const std::string problems = compare(specs, prefix, config, wanted, folder.parts);
   check_value(problems.empty(), kOp, problems);
   folder.files = ckpt::shard_files(wanted, max_file_bytes);
   for (std::size_t i = 0; i < folder.files.files.size(); ++i) {
@@ -81,14 +87,19 @@ Folder plan_folder(const std::vector<TensorSpec>& specs, const std::string& pref
   return folder;
 }
 
-/// What such folders hold: files that we write, or that hp-ckpt puts beside them, and those of `folder`.
+/// What may be replaced: a model's config and weights, and the files that `folder` has anew.
 ckpt::FolderKind kind_of(const Folder& folder) {
-  ckpt::FolderKind kind{
-      kConfig,
-      {kConfig, "model.safetensors", "model-#-of-#.safetensors", "model.safetensors.index.json", "tokenizer.json",
-       "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"}};
+  ckpt::FolderKind kind{kConfig, {kConfig, "model.safetensors", "model-#-of-#.safetensors", "model.safetensors.index.json"}};
   for (const auto& [name, text] : folder.texts) kind.names.push_back(name);
   return kind;
+}
+
+std::vector<TensorSpec> specs_in(const ckpt::Source& source, const std::string& prefix) {
+  std::vector<TensorSpec> specs;
+  for (const auto& [name, tensor] : source.info().tensors) {
+    if (name.starts_with(prefix)) specs.push_back({name, tensor.dtype, tensor.shape});
+  }
+  return specs;
 }
 
 /// The files of a folder that is being written, opened as they are needed.
@@ -221,13 +232,16 @@ void save_model(const std::filesystem::path& path, const ckpt::StateDict& state,
   }
 }
 
+void check_model(const ckpt::Source& source, const Config& config, const std::string& prefix) {
+  std::map<std::string, std::vector<Part>> ignored;
+  const std::string problems = compare(specs_in(source, prefix), prefix, config, tensors_of(config), ignored);
+  check_value(problems.empty(), "hf.check_model", source.path().string(), ": does not fit its config: ", problems);
+}
+
 void export_model(const ckpt::Source& source, const std::filesystem::path& path, const Config& config,
                   const ExportOptions& options) {
   check_value(options.buffer_bytes > 0, kOp, "buffer_bytes is 0, want at least 1");
-  std::vector<TensorSpec> specs;
-  for (const auto& [name, tensor] : source.info().tensors) {
-    if (name.starts_with(options.prefix)) specs.push_back({name, tensor.dtype, tensor.shape});
-  }
+  const std::vector<TensorSpec> specs = specs_in(source, options.prefix);
   check_value(!specs.empty(), kOp, source.path().string(), ": has no tensor whose name begins with \"", options.prefix, '"');
   const Folder folder = plan_folder(specs, options.prefix, config, options.dtype, options.max_file_bytes, options.files);
   const std::filesystem::path target = ckpt::target_path(path);

@@ -67,8 +67,10 @@ struct SaveOptions {
   std::optional<ckpt::Dtype> dtype = {};         ///< of all weights; default: that of the config
   std::uint64_t max_file_bytes = 5'000'000'000;  ///< of tensors in a file
   std::map<std::string, std::string> files = {};  ///< more files by name, e.g. tokenizer.json
-  bool overwrite = false;  ///< replace a model folder (one with config.json) that is there, once the new one is complete
-  Comm comm = {};          ///< the ranks that save; default: all ranks of the world
+  /// Replace a model folder that is there, once the new one is complete: one with config.json, weights, and no other file than
+  /// those of `files`.
+  bool overwrite = false;
+  Comm comm = {};                                                ///< the ranks that save; default: all ranks of the world
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< how long to wait for slower ranks
 };
 
@@ -81,6 +83,10 @@ struct SaveOptions {
 /// CheckpointError.
 HP_API void save_model(const std::filesystem::path& folder, const ckpt::StateDict& state, const Config& config,
                        const SaveOptions& options = {});
+
+/// ValueError unless the tensors of `source` that begin with `prefix` are those of a model of this config: in our names, with all
+/// problems listed, as save_model has them. Local.
+HP_API void check_model(const ckpt::Source& source, const Config& config, const std::string& prefix = "model.");
 
 struct ExportOptions {
   std::string prefix = "model.";  ///< of the model's tensors in the source
