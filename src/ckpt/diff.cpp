@@ -1,7 +1,9 @@
 // What differs between two checkpoints.
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include <hyper_parallel/ckpt/offline.h>
 
@@ -26,6 +28,7 @@ class Compare {
 
   void add(std::span<const std::byte> a, Dtype a_dtype, std::span<const std::byte> b, Dtype b_dtype) {
     if (a_dtype == b_dtype && std::memcmp(a.data(), b.data(), a.size()) == 0) return;
+    if (a_dtype == b_dtype && add_integers(a, b, a_dtype)) return;
     if (!is_real(a_dtype) || !is_real(b_dtype)) {
       add_bytes(a, b, static_cast<std::size_t>(std::max<std::int64_t>(1, bits_of(a_dtype) / 8)));
       return;
@@ -46,7 +49,51 @@ class Compare {
   }
 
  private:
-  /// Elements that are no floating point numbers are equal or not.
+  /// False: the dtype is no integer.
+  bool add_integers(std::span<const std::byte> a, std::span<const std::byte> b, Dtype dtype) {
+    switch (dtype) {
+      case Dtype::kI8:
+        return add_integers_of<std::int8_t>(a, b);
+      case Dtype::kI16:
+        return add_integers_of<std::int16_t>(a, b);
+      case Dtype::kI32:
+        return add_integers_of<std::int32_t>(a, b);
+      case Dtype::kI64:
+        return add_integers_of<std::int64_t>(a, b);
+      case Dtype::kU8:
+        return add_integers_of<std::uint8_t>(a, b);
+      case Dtype::kU16:
+        return add_integers_of<std::uint16_t>(a, b);
+      case Dtype::kU32:
+        return add_integers_of<std::uint32_t>(a, b);
+      case Dtype::kU64:
+        return add_integers_of<std::uint64_t>(a, b);
+      default:
+        return false;
+    }
+  }
+
+  /// Distances of 64 bits have no overflow as unsigned numbers, and lose digits as double.
+  template <class T>
+  bool add_integers_of(std::span<const std::byte> a, std::span<const std::byte> b) {
+    constexpr double kTooFar = 18446744073709551616.0;  // 2^64
+    for (std::size_t i = 0; i + sizeof(T) <= a.size(); i += sizeof(T)) {
+      T left = 0, right = 0;
+      std::memcpy(&left, a.data() + i, sizeof(T));
+      std::memcpy(&right, b.data() + i, sizeof(T));
+      if (left == right) continue;
+      const auto x = static_cast<std::uint64_t>(left), y = static_cast<std::uint64_t>(right);
+      const std::uint64_t distance = left < right ? y - x : x - y;
+      const std::uint64_t size = std::cmp_less(right, 0) ? 0 - y : y;
+      const double allowed = options_.atol + options_.rtol * static_cast<double>(size);
+      if (allowed >= kTooFar || (allowed >= 0 && distance <= static_cast<std::uint64_t>(allowed))) continue;
+      ++result_.count;
+      result_.max_abs = std::max(result_.max_abs, static_cast<double>(distance));
+    }
+    return true;
+  }
+
+  /// Elements that are no numbers, or packed, are equal or not.
   void add_bytes(std::span<const std::byte> a, std::span<const std::byte> b, std::size_t size) {
     for (std::size_t i = 0; i + size <= a.size(); i += size) {
       if (std::memcmp(a.data() + i, b.data() + i, size) == 0) continue;
