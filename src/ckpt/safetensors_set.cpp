@@ -58,6 +58,15 @@ SafetensorsSet::SafetensorsSet(const std::filesystem::path& path) : path_(path) 
     const SafetensorsFile& file = (*files_)[positions.at(name)];
     tensors_.emplace(tensor, Place{&file, &file.at(tensor)});
   }
+  // What the index hides would be lost without a word where the tensors are written anew.
+  for (const SafetensorsFile& file : *files_) {
+    for (const TensorEntry& tensor : file.header().tensors) {
+      const auto found = tensors_.find(tensor.name);
+      if (found == tensors_.end() || found->second.file != &file)
+        throw CheckpointError(concat("[safetensors] ", file.path().string(), ": has tensor ", tensor.name, ", which ", kIndex,
+                                     found == tensors_.end() ? " does not list" : " has in another file"));
+    }
+  }
 }
 
 SafetensorsSet::Place SafetensorsSet::at(std::string_view name) const {

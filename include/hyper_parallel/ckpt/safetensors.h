@@ -162,10 +162,10 @@ class HP_API SafetensorsWriter {
 /// The tensors of several files, found by name, as Hugging Face models have them. Local. Thread safety: any thread.
 class HP_API SafetensorsSet {
  public:
-  /// \param path a file; or a folder with model.safetensors.index.json or model.safetensors. Of an indexed folder, what the index
-  /// lists is there.
+  /// \param path a file; or a folder with model.safetensors.index.json or model.safetensors. Of an indexed folder, the files that
+  /// the index names are there, with all of their tensors.
   /// CheckpointError: nothing of that, a bad index (no JSON, a name twice, a file that is no plain name inside the folder), a
-  /// tensor that its file does not have; see SafetensorsFile.
+  /// tensor that its file does not have, or that the index does not list for its file; see SafetensorsFile.
   explicit SafetensorsSet(const std::filesystem::path& path);
 
   struct Place {
