@@ -64,6 +64,9 @@ std::string in_the_way(const std::filesystem::path& target, const FolderKind& ki
   std::error_code ignored;
   const std::filesystem::file_status status = std::filesystem::symlink_status(target, ignored);
   if (!std::filesystem::exists(status)) return {};
+  // The folder would take the place of the link, on the file system of the link.
+  if (std::filesystem::is_symlink(status))
+    return concat("is a link to ", std::filesystem::read_symlink(target, ignored).string());
   if (std::filesystem::is_directory(status) && std::filesystem::is_empty(target, ignored)) return {};
   if (!std::filesystem::exists(target / kind.mark, ignored))
     return concat(std::filesystem::is_directory(target, ignored) ? "holds" : "is", " something else than ",

@@ -24,7 +24,7 @@ struct FolderKind {
 [[nodiscard]] HP_API const FolderKind& checkpoint_folder();
 
 /// Why a folder of this kind must not take the place of what is at `target`: in words that follow its name; empty if it may.
-/// Nothing, an empty folder, and one of the same kind without any other file may be replaced.
+/// Nothing, an empty folder, and one of the same kind without any other file may be replaced; links to them may not.
 [[nodiscard]] HP_API std::string in_the_way(const std::filesystem::path& target, const FolderKind& kind);
 
 /// Makes the partial folder, anew if an attempt was broken off. ValueError: something is in the way, see SaveOptions::overwrite.
