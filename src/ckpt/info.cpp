@@ -147,7 +147,8 @@ CheckpointInfo read_info(const std::filesystem::path& path) {
   CheckpointInfo info;
   info.version = static_cast<int>(reader.number(reader.field(all, "version"), 1'000'000));
   if (info.version != kFormatVersion)
-    reader.refuse("has format version ", info.version, ", want ", kFormatVersion, ": it was written by another release");
+    throw VersionError(concat("[ckpt] ", file.string(), ": has format version ", info.version, ", want ", kFormatVersion,
+                              ": it was written by another release"));
   check_own_checksum(reader, text);
   info.world_size = static_cast<int>(reader.number(reader.field(all, "world_size"), INT32_MAX));
   info.extra = reader.field(all, "extra").dump();

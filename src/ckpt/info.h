@@ -11,6 +11,12 @@ namespace hyper_parallel::ckpt {
 inline constexpr const char* kInfoFile = "checkpoint.json";
 inline constexpr int kFormatVersion = 1;
 
+/// A checkpoint of another format version: not a damaged one.
+class VersionError : public CheckpointError {
+ public:
+  using CheckpointError::CheckpointError;
+};
+
 /// Text of checkpoint.json, with a checksum of itself.
 [[nodiscard]] std::string info_text(const CheckpointInfo& info);
 /// ValueError unless `text` is JSON (or empty). \return it, or "null"

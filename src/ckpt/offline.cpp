@@ -215,6 +215,8 @@ std::vector<std::string> verify_source(const std::filesystem::path& path, const 
         problems.emplace_back(error.what());
       }
     }
+  } catch (const VersionError&) {
+    throw;
   } catch (const CheckpointError& error) {
     problems.emplace_back(error.what());
   }

@@ -114,6 +114,16 @@ std::string hint(const std::filesystem::path& folder) {
   return {};
 }
 
+/// CheckpointError: files of a checkpoint without the one that says where everything is.
+void refuse_torso(const std::filesystem::path& folder, const std::vector<std::string>& names) {
+  const bool ranks = std::ranges::any_of(names, [](const std::string& name) { return name.starts_with("rank-"); });
+  std::error_code ignored;
+  for (const char* other : {"model.safetensors", "model.safetensors.index.json"}) {
+    if (!ranks || std::filesystem::exists(folder / other, ignored)) return;
+  }
+  throw CheckpointError(concat("[ckpt] ", folder.string(), ": has files of a checkpoint but no ", kInfoFile));
+}
+
 bool is_dcp(const std::filesystem::path& folder, const std::vector<std::string>& names) {
   return !names.empty() && SafetensorsFile(folder / names.front()).header().metadata.contains(kShardingInfo);
 }
@@ -217,6 +227,7 @@ Source::Source(const std::filesystem::path& path) : impl_(std::make_shared<Impl>
     impl_->info = info_of_dcp(path, names);
     return;
   }
+  refuse_torso(path, names);
   impl_->info = info_of_set(impl_->folder, SafetensorsSet(path));
 }
 

@@ -48,11 +48,14 @@ struct Difference {
   Kind kind = Kind::kValues;
   std::string text;        ///< in words
   std::int64_t count = 0;  ///< of elements that differ
-  double max_abs = 0;      ///< largest distance; infinite where one is NaN or infinite and the other is not
+  /// Largest distance; infinite where one is NaN or infinite and the other is not, or elements have no distance.
+  double max_abs = 0;
 };
 
 struct DiffOptions {
-  double atol = 0;  ///< elements are equal if |a - b| <= atol + rtol * |b|; NaN equals NaN
+  /// Floating point numbers and integers are equal if |a - b| <= atol + rtol * |b|; of integers |a - b| is exact. NaN equals NaN.
+  /// Anything else (booleans, complex numbers, packed types, 8 bit types besides F8_E4M3 and F8_E5M2) is equal bit for bit.
+  double atol = 0;
   double rtol = 0;
   bool compare_dtypes = true;  ///< other dtypes are a difference; otherwise values are compared all the same
   std::uint64_t buffer_bytes = 16 << 20;
@@ -64,7 +67,8 @@ struct DiffOptions {
 [[nodiscard]] HP_API std::vector<Difference> diff(const Source& first, const Source& second, const DiffOptions& options = {});
 
 /// Reads every byte of a source; what is wrong, in words. Checkpoints are compared with their checksums (ckpt::verify); elsewhere
-/// files say only how long they are. Local. CheckpointError: nothing is there, it is pickled, or it is none of the kinds.
+/// files say only how long they are. Local. CheckpointError: nothing is there, it is pickled, it is none of the kinds, or a
+/// checkpoint of another format version.
 [[nodiscard]] HP_API std::vector<std::string> verify_source(const std::filesystem::path& path, const OnProgress& progress = {});
 
 }  // namespace hyper_parallel::ckpt
