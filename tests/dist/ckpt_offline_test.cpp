@@ -1,7 +1,9 @@
 // Checkpoints rewritten, compared and read by one process.
 #include <hyper_parallel/ckpt/offline.h>
 
+#include <cmath>
 #include <filesystem>
+#include <limits>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -102,6 +104,17 @@ TEST(CkptOffline, PrefixesAndDtypes) {
   const CheckpointInfo info = read_info(folder / "b");
   EXPECT_EQ(info.tensors.size(), 2U);
   EXPECT_EQ(info.tensors.at("model.cube").dtype, Dtype::kF16);
+  save_on(2, folder / "large", {{"big", torch::tensor({1.0, 1e38, 70000.0})}, {"inf", torch::tensor({INFINITY, -1.0F})}}, 0);
+  EXPECT_THAT(value_error([&] {
+                write_checkpoint_of(Source(folder / "large"), folder / "c", {.dtype = Dtype::kF16});
+                return 0;
+              }),
+              HasSubstr("tensor big has 1e+38, which is beyond the range of F16"));
+  EXPECT_FALSE(fs::exists(folder / "c"));
+  EXPECT_FALSE(fs::exists(folder / ".c.partial"));
+  write_checkpoint_of(Source(folder / "large"), folder / "c", {.dtype = Dtype::kBF16});
+  write_checkpoint_of(Source(folder / "large"), folder / "d", {.prefix = "inf", .add_prefix = "x", .dtype = Dtype::kF16});
+  EXPECT_TRUE(verify(folder / "d").empty()) << "infinity was there before";
   expect_loads(folder / "b",
                {{"model.cube", values.at("b.cube").to(torch::kHalf)}, {"model.half", values.at("b.half").to(torch::kHalf)}});
 }
@@ -153,6 +166,35 @@ TEST(CkptOffline, WhatDiffers) {
               HasSubstr("atol is -1"));
 }
 
+/// |a - b| <= atol + rtol |b|, whatever the width.
+TEST(CkptOffline, TolerancesOfIntegers) {
+  const TempFolder folder;
+  const int64_t most = std::numeric_limits<int64_t>::max(), least = std::numeric_limits<int64_t>::min();
+  const auto different = [&](const torch::Tensor& a, const torch::Tensor& b, const DiffOptions& options) {
+    int number = 0;
+    for (const torch::Tensor& value : {a, b}) {
+      fs::remove_all(folder / concat(number));
+      save_on(1, folder / concat(number++), {{"x", value}}, 0);
+    }
+    const auto found = diff(Source(folder / "0"), Source(folder / "1"), options);
+    return found.empty() ? Difference{} : found.at(0);
+  };
+  for (const auto type : {torch::kByte, torch::kChar, torch::kShort, torch::kInt, torch::kLong}) {
+    const torch::Tensor a = torch::tensor({5, 100}).to(type), b = torch::tensor({6, 102}).to(type);
+    EXPECT_EQ(different(a, b, {}).count, 2) << type;
+    EXPECT_EQ(different(a, b, {.atol = 1}).count, 1) << type;
+    EXPECT_EQ(different(a, b, {.atol = 1}).text, "1 of 2 elements differ, by at most 2") << type;
+    EXPECT_EQ(different(a, b, {.atol = 1, .rtol = 0.01}).count, 0) << type;
+  }
+  EXPECT_EQ(different(torch::tensor({most}), torch::tensor({most - 1}), {}).count, 1);
+  EXPECT_EQ(different(torch::tensor({most}), torch::tensor({most - 2}), {.atol = 1}).count, 1);
+  EXPECT_EQ(different(torch::tensor({most}), torch::tensor({most - 2}), {.atol = 2}).count, 0);
+  EXPECT_EQ(different(torch::tensor({most}), torch::tensor({least}), {.atol = 9e18}).count, 1);
+  EXPECT_EQ(different(torch::tensor({most}), torch::tensor({least}), {.atol = 9e18}).max_abs, std::ldexp(1.0, 64));
+  EXPECT_EQ(different(torch::tensor({most}), torch::tensor({least}), {.rtol = 2}).count, 0);
+  EXPECT_EQ(different(torch::tensor({true}), torch::tensor({false}), {.atol = 1}).count, 1) << "booleans are equal or not";
+}
+
 TEST(CkptOffline, OnlyFoldersOfItsOwnAreReplaced) {
   const TempFolder folder;
   save_on(1, folder / "a", some_tensors(), 0);
@@ -184,6 +226,10 @@ TEST(CkptOffline, OnlyFoldersOfItsOwnAreReplaced) {
     EXPECT_THAT(again(target, dcp), HasSubstr("holds rank-00007.safetensors"));
     fs::remove(target / "rank-00007.safetensors");
     EXPECT_EQ(again(target, dcp), "no ValueError");
+    const fs::path link = folder / (dcp ? "dcp-link" : "ckpt-link");
+    fs::create_directory_symlink(target, link);
+    EXPECT_THAT(again(link, dcp), HasSubstr(concat("-link is a link to ", target.string(), ", which is not overwritten")));
+    EXPECT_TRUE(fs::is_symlink(link));
   }
   set_file_text(folder / "plain", "mine");
   EXPECT_THAT(again(folder / "plain", false), HasSubstr("is something else than a checkpoint"));
@@ -215,10 +261,39 @@ TEST(CkptOffline, WhatIsNoCheckpointIsAnError) {
   set_file_text(folder / "x.safetensors", "short");
   EXPECT_EQ(verify_source(folder / "x.safetensors").size(), 1U);
   fs::remove(folder / "run/checkpoints/step-00000004/checkpoint.json");
-  EXPECT_EQ(verify_source(folder / "run/checkpoints/step-00000004").size(), 1U);
+  EXPECT_THAT(verify_source(folder / "run/checkpoints/step-00000004"),
+              ::testing::ElementsAre(HasSubstr("step-00000004: has files of a checkpoint but no checkpoint.json")));
   // And one without that suffix is read.
   fs::copy(folder / "run/checkpoints/step-00000012/rank-00000.safetensors", folder / "weights");
   EXPECT_TRUE(verify_source(folder / "weights").empty());
+  // Nor is that of another release.
+  std::string text = file_text(folder / "run/checkpoints/step-00000012/checkpoint.json");
+  text.replace(text.find("\"version\":1"), 11, "\"version\":2");
+  set_file_text(folder / "run/checkpoints/step-00000012/checkpoint.json", text);
+  EXPECT_THAT(message_of<CheckpointError>([&] { return verify_source(folder / "run/checkpoints/step-00000012"); }),
+              HasSubstr("has format version 2, want 1: it was written by another release"));
+}
+
+/// What an index does not list would be lost.
+TEST(CkptOffline, TensorsThatAnIndexHides) {
+  const TempFolder folder;
+  for (const char* name : {"one", "two"}) {
+    SafetensorsWriter writer(folder / concat(name, ".safetensors"), {{"x", Dtype::kU8, {2}}, {"y", Dtype::kU8, {2}}});
+    for (const char* tensor : {"x", "y"}) writer.write(tensor, std::vector<std::byte>(2));
+    writer.finish();
+  }
+  const auto problems = [&](const std::string& map) {
+    set_file_text(folder / "model.safetensors.index.json", concat("{\"weight_map\": ", map, "}"));
+    return verify_source(folder.path());
+  };
+  EXPECT_THAT(problems(R"({"x": "one.safetensors", "y": "one.safetensors"})"), ::testing::IsEmpty());
+  EXPECT_THAT(
+      problems(R"({"x": "one.safetensors"})"),
+      ::testing::ElementsAre(HasSubstr("one.safetensors: has tensor y, which model.safetensors.index.json does not list")));
+  EXPECT_THAT(message_of<CheckpointError>([&] { return Source(folder.path()); }), HasSubstr("has tensor y, which"));
+  EXPECT_THAT(
+      problems(R"({"x": "one.safetensors", "y": "two.safetensors"})"),
+      ::testing::ElementsAre(HasSubstr("one.safetensors: has tensor y, which model.safetensors.index.json has in another file")));
 }
 
 TEST(CkptOffline, WhatIsRefused) {

@@ -20,6 +20,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using namespace hyper_parallel::testing;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 const train::ModelConfig kModel{
@@ -258,6 +259,28 @@ TEST(HfModel, SavesThatAreRefused) {
   EXPECT_THAT(error(config, {}, folder / "again"), HasSubstr("is there already"));
   EXPECT_EQ(error(config, {.dtype = ckpt::Dtype::kF16, .overwrite = true}, folder / "again"), "nothing thrown");
   EXPECT_EQ(read_config(folder / "again").dtype, "float16");
+  const ckpt::Source source = open_model(folder / "again");
+  EXPECT_EQ(message_of<ValueError>([&] {
+              check_model(source, config);
+              return 0;
+            }),
+            "nothing thrown");
+  EXPECT_THAT(
+      message_of<ValueError>([&] {
+        check_model(source, other);
+        return 0;
+      }),
+      AllOf(HasSubstr("again: does not fit its config: "), HasSubstr("mlp.down_proj.weight is [0:20, 0:23], want [0:20, 0:24]")));
+  // Nor is what others have put beside the weights, though other saves write such files.
+  for (const char* name : {"generation_config.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer_config.json"}) {
+    set_file_text(folder / "again" / name, "mine");
+    EXPECT_THAT(error(config, {.overwrite = true}, folder / "again"),
+                HasSubstr(concat("holds ", name, " besides what would be")));
+    EXPECT_EQ(file_text(folder / "again" / name), "mine");
+    EXPECT_EQ(error(config, {.files = {{name, "new"}}, .overwrite = true}, folder / "again"), "nothing thrown");
+    EXPECT_EQ(file_text(folder / "again" / name), "new");
+    fs::remove(folder / "again" / name);
+  }
 }
 
 TEST(HfModel, ExpertsThatAreMissing) {
