@@ -59,6 +59,9 @@ void check_apart(const CkptCommand& command) {
               ", want a folder outside of it");
   check_value(!inside(command.source, command.target), "hp-ckpt", "the source ", source, " lies in the target ", target,
               ", which would be replaced, want another folder");
+  const fs::path here = fs::current_path(error);
+  check_value(here.empty() || !inside(here, command.target), "hp-ckpt", "the current folder ", here.string(),
+              " lies in the target ", target, ", which would be replaced, want to be started elsewhere");
 }
 
 struct Model {
@@ -185,9 +188,12 @@ ckpt::RewriteOptions rewriting(const CkptCommand& command, const ckpt::OnProgres
 void to_checkpoint(const CkptCommand& command, const ckpt::OnProgress& progress) {
   ckpt::RewriteOptions options = rewriting(command, progress);
   if (is_model_folder(command.source)) {
-    options.extra =
-        nlohmann::json({{"hf_config", nlohmann::json::parse(hf::config_json(hf::read_config(command.source)))}}).dump();
-    ckpt::write_checkpoint_of(hf::open_model(command.source, command.prefix.value_or("model.")), command.target, options);
+    const std::string prefix = command.prefix.value_or("model.");
+    const hf::Config config = hf::read_config(command.source);
+    const ckpt::Source source = hf::open_model(command.source, prefix);
+    hf::check_model(source, config, prefix);
+    options.extra = nlohmann::json({{"hf_config", nlohmann::json::parse(hf::config_json(config))}}).dump();
+    ckpt::write_checkpoint_of(source, command.target, options);
     return;
   }
   const ckpt::Source source(command.source);

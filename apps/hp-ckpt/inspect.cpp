@@ -20,12 +20,27 @@ namespace {
 using ckpt::CheckpointInfo;
 using train::format_bytes;
 using train::format_count;
-using train::printable;
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
   std::string text = "(";
   for (std::size_t d = 0; d < shape.size(); ++d) text += concat(d == 0 ? "" : ", ", shape[d]);
   return text + ")";
+}
+
+/// Text out of a file on one line, with control characters escaped.
+std::string printable(const std::string& text) {
+  std::string line;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    char code[8];
+    if (byte < 0x20 || byte == 0x7f) {
+      std::snprintf(code, sizeof(code), "\\x%02x", byte);
+      line += code;
+    } else {
+      line += c;
+    }
+  }
+  return train::printable(line);
 }
 
 std::int64_t count_of(const std::vector<std::int64_t>& shape) {
@@ -164,6 +179,8 @@ int diff(const CkptCommand& command) {
   const std::string prefix = command.prefix.value_or("");
   const ckpt::Source first = only(open_for(command.source, mixed), prefix),
                      second = only(open_for(command.target, mixed), prefix);
+  check_value(prefix.empty() || !first.info().tensors.empty() || !second.info().tensors.empty(), "hp-ckpt", "neither ",
+              command.source.string(), " nor ", command.target.string(), " has a tensor whose name begins with \"", prefix, '"');
   std::vector<ckpt::Difference> differences;
   {
     Bar bar("diff", command.quiet);

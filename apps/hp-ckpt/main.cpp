@@ -3,22 +3,35 @@
 #include <exception>
 #include <string>
 
+#include "common/output.h"
+
 #include "command_line.h"
 #include "commands.h"
 
+namespace {
+
+namespace apps = hyper_parallel::apps;
+
+int run(int argc, const char* const* argv) {
+  const apps::CkptCommand command = apps::parse_ckpt_command(argc, argv);
+  if (command.text) {
+    std::fputs(command.text->c_str(), stdout);
+    return 0;
+  }
+  if (command.name == "inspect") return apps::inspect(command);
+  if (command.name == "verify") return apps::verify(command);
+  if (command.name == "convert") return apps::convert(command);
+  if (command.name == "diff") return apps::diff(command);
+  return apps::reshard(command);
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
-  namespace apps = hyper_parallel::apps;
   try {
-    const apps::CkptCommand command = apps::parse_ckpt_command(argc, argv);
-    if (command.text) {
-      std::fputs(command.text->c_str(), stdout);
-      return 0;
-    }
-    if (command.name == "inspect") return apps::inspect(command);
-    if (command.name == "verify") return apps::verify(command);
-    if (command.name == "convert") return apps::convert(command);
-    if (command.name == "diff") return apps::diff(command);
-    return apps::reshard(command);
+    const int code = run(argc, argv);
+    apps::finish_output("hp-ckpt");
+    return code;
   } catch (const std::exception& error) {
     const std::string text = error.what();
     std::fflush(stdout);

@@ -44,6 +44,15 @@ Outcome run_ckpt(const std::vector<std::string>& arguments) {
   return outcome;
 }
 
+/// \param script may use $0, hp-ckpt, and $1, the argument
+Outcome run_in_shell(const std::string& script, const std::string& argument) {
+  Process process("/bin/sh", {"-c", script, HP_CKPT, argument}, {{"OMP_NUM_THREADS", "1"}});
+  Outcome outcome;
+  outcome.code = process.wait(std::chrono::seconds(100));
+  outcome.output = process.output();
+  return outcome;
+}
+
 const train::ModelConfig kModel{.dim = 16, .n_layers = 2, .n_heads = 2, .ffn_dim = 24, .vocab_size = 256, .max_seq_len = 32};
 
 class HpCkpt : public ::testing::Test {
@@ -82,6 +91,10 @@ TEST_F(HpCkpt, Inspect) {
                                 HasSubstr("F32"), HasSubstr("(24, 16)"), HasSubstr("RaggedShard")));
   const Outcome top = run_ckpt({"inspect", "--depth", "1", path("step")});
   EXPECT_THAT(top.output, AllOf(HasSubstr("\nmodel "), HasSubstr("tensors"), Not(HasSubstr("q_proj"))));
+  ckpt::SafetensorsWriter writer(path("odd.safetensors"), {{"a\nb\x1b", ckpt::Dtype::kU8, {1}}});
+  writer.write("a\nb\x1b", std::vector<std::byte>(1));
+  writer.finish();
+  EXPECT_THAT(run_ckpt({"inspect", path("odd.safetensors")}).output, HasSubstr("\na\\x0ab\\x1b "));
 }
 
 TEST_F(HpCkpt, VerifyFindsDamage) {
@@ -129,6 +142,17 @@ TEST_F(HpCkpt, TargetsThatAreRefused) {
   set_file_text(path("hf/README.md"), "mine");
   expect_error(run_ckpt(to_hf), "/hf holds README.md besides what would be written, which is not overwritten");
   EXPECT_EQ(file_text(path("hf/README.md")), "mine");
+  fs::remove(path("hf/README.md"));
+  set_file_text(path("hf/generation_config.json"), "mine");
+  expect_error(run_ckpt(to_hf), "/hf holds generation_config.json besides what would be written, which is not overwritten");
+  EXPECT_EQ(file_text(path("hf/generation_config.json")), "mine");
+  // The folder that one is in would be gone.
+  ASSERT_TRUE(fs::remove(path("new/notes.txt")));
+  for (const char* target : {".", "../new"})
+    expect_error(
+        run_in_shell("cd \"$1\" && exec \"$0\" reshard ../step " + std::string(target) + " --ranks 3 --overwrite", path("new")),
+        "the current folder " + fs::canonical(path("new")).string() + " lies in the target ");
+  EXPECT_EQ(ckpt::read_info(path("new")).world_size, 2);
   expect_error(run_ckpt({"convert", path("step"), ""}), "[hp-ckpt] target: is \"\", want a path");
   expect_error(run_ckpt({"inspect", ""}), "[hp-ckpt] path: is \"\", want a path");
 }
@@ -185,6 +209,13 @@ TEST_F(HpCkpt, ThereAndBackAgain) {
   std::string output;
   EXPECT_EQ(run_hf_peer({"open", path("hf"), "verse"}, &output), 0);
   EXPECT_THAT(output, HasSubstr("tokens [118, 101, 114, 115, 101]"));
+  // A config that contradicts the weights is noticed on the way to a checkpoint, too.
+  std::string config = file_text(path("hf2/config.json"));
+  const std::string size = "\"intermediate_size\": ";
+  config.replace(config.find(size + "24"), size.size() + 2, size + "32");
+  set_file_text(path("hf2/config.json"), config);
+  expect_error(run_ckpt({"convert", path("hf2"), path("wrong")}), "does not fit its config: ");
+  EXPECT_FALSE(fs::exists(path("wrong")));
   const Outcome different = run_ckpt({"diff", path("run/checkpoints/step-1"), path("back")});
   EXPECT_EQ(different.code, 1);
   EXPECT_THAT(different.output, AllOf(HasSubstr("only in the first"), HasSubstr("DIFFERENT")));
@@ -282,11 +313,14 @@ TEST_F(HpCkpt, HelpAndMistakes) {
   }
   EXPECT_THAT(run_ckpt({"--version"}).output, HasSubstr("hp-ckpt 0."));
   EXPECT_THAT(run_ckpt({}).output, HasSubstr("Exit code: 0 done"));
+  expect_error(run_in_shell("exec \"$0\" inspect \"$1\" > /dev/full", path("step")),
+               "cannot write the output: No space left on device");
   expect_error(run_ckpt({"explode"}), "see hp-ckpt --help");
   expect_error(run_ckpt({"inspect"}), "path is required");
   expect_error(run_ckpt({"inspect", path("nothing")}), "does not exist");
   expect_error(run_ckpt({"diff", path("step"), path("nothing")}), "/nothing: does not exist");
   expect_error(run_ckpt({"diff", path("nothing"), path("step")}), "/nothing: does not exist");
+  expect_error(run_ckpt({"diff", path("step"), path("step"), "--prefix=nope."}), "has a tensor whose name begins with \"nope.\"");
   expect_error(run_ckpt({"inspect", path("config.toml")}), "config.toml: is no safetensors file");
   for (const auto& [option, value] : std::map<std::string, std::string>{{"--atol", "-1"}, {"--rtol", "nan"}}) {
     expect_error(run_ckpt({"diff", path("step"), path("step"), concat(option, '=', value)}),
