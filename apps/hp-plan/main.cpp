@@ -10,6 +10,7 @@
 #include <hyper_parallel/train/progress.h>
 
 #include "common/config_arguments.h"
+#include "common/output.h"
 #include "ranks.h"
 
 namespace {
@@ -84,7 +85,9 @@ int run(int argc, const char* const* argv) {
 
 int main(int argc, char** argv) {
   try {
-    return run(argc, argv);
+    const int code = run(argc, argv);
+    hp::apps::finish_output("hp-plan");
+    return code;
   } catch (const std::exception& error) {
     // The first line only: errors from torch carry a stack trace behind it.
     const std::string text = error.what();

@@ -10,6 +10,8 @@
 #include <hyper_parallel/train/agree.h>
 #include <hyper_parallel/train/trainer.h>
 
+#include "common/output.h"
+
 #include "command_line.h"
 
 namespace {
@@ -78,6 +80,7 @@ int main(int argc, char** argv) {
       const std::string text =
           line.text ? *line.text : hp::train::to_toml(hp::train::load_config(line.config_file, line.overrides));
       if (environment_rank() == 0) std::fputs(text.c_str(), stdout);
+      hp::apps::finish_output("hp-train");
       return EXIT_SUCCESS;
     }
   } catch (const std::exception& error) {

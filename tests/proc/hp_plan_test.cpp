@@ -103,5 +103,15 @@ TEST_F(HpPlan, RefusesWhatMakesNoSense) {
   }
 }
 
+/// Of hp-train, too: who redirects it wants all of it.
+TEST_F(HpPlan, OutputThatCannotBeWritten) {
+  const std::pair<const char*, const char*> commands[] = {{HP_PLAN, "--version"}, {HP_TRAIN, "--print-config"}};
+  for (const auto& [program, option] : commands) {
+    Process process("/bin/sh", {"-c", "exec \"$0\" \"$1\" > /dev/full", program, option}, {{"OMP_NUM_THREADS", "1"}});
+    EXPECT_EQ(process.wait(std::chrono::seconds(60)), 1);
+    EXPECT_THAT(process.output(), HasSubstr("] cannot write the output")) << program;
+  }
+}
+
 }  // namespace
 }  // namespace hyper_parallel
