@@ -257,6 +257,7 @@ void Trainer::build() {
   root_ = std::move(sharded.root);
   init_llama(model_, root_, static_cast<std::uint64_t>(config_.train.seed));
   updater_.emplace(config_, root_);
+  updater_->start();
 }
 
 Batch Trainer::next_batch() {
