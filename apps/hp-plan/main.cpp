@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <optional>
 #include <string>
 
 #include <CLI/CLI.hpp>
@@ -31,18 +32,20 @@ void print(const train::Config& config, const train::DryRun& run) {
   std::fputs(train::memory_table(config, run.batches, run.engine).c_str(), stdout);
 }
 
-/// The rank that needs most, and all of them together.
-void show_host(const train::Config& config, int ranks) {
+/// One rank, by default the one that needs most, and all of them together.
+void show_host(const train::Config& config, int ranks, std::optional<int> rank) {
   const std::vector<train::DryRun> runs = hp::apps::plan_host(config, ranks);
   const auto less = [&](const train::DryRun& a, const train::DryRun& b) { return total(config, a) < total(config, b); };
   const auto most = std::max_element(runs.begin(), runs.end(), less);
-  print(config, *most);
+  const train::DryRun& shown = rank ? runs[static_cast<std::size_t>(*rank)] : *most;
+  print(config, shown);
   std::int64_t all = 0;
   for (const train::DryRun& run : runs) all += total(config, run);
-  std::printf("That is rank %td, which needs most%s\n", most - runs.begin(),
-              most->engine.maps ? "; it sees the shards of the others in place" : "");
+  std::printf("That is rank %td%s%s\n", &shown - runs.data(),
+              total(config, shown) == total(config, *most) ? ", which needs most" : "",
+              shown.engine.maps ? "; it sees the shards of the others in place" : "");
   std::printf("PLAN ranks=%d host_bytes=%lld rank_bytes=%lld\n", ranks, static_cast<long long>(all),
-              static_cast<long long>(total(config, *most)));
+              static_cast<long long>(total(config, shown)));
 }
 
 void show_network(const train::Config& config, int ranks, int rank) {
@@ -58,7 +61,8 @@ int run(int argc, const char* const* argv) {
   hp::apps::ConfigArguments arguments(app);
   app.add_option("--ranks", ranks, "ranks of the run [1]")->type_name("N");
   app.add_flag("--network", network, "no two ranks share memory, as if each were on a host of its own");
-  CLI::Option* which = app.add_option("--rank", rank, "which rank, with --network [0]")->type_name("R");
+  CLI::Option* which =
+      app.add_option("--rank", rank, "which rank [0 with --network, otherwise the one that needs most]")->type_name("R");
   app.add_flag("--version", version, "print the version and leave");
   if (!arguments.parse(argc, argv)) {
     std::fputs(app.help().c_str(), stdout);
@@ -69,7 +73,7 @@ int run(int argc, const char* const* argv) {
     return EXIT_SUCCESS;
   }
   hp::check_value(ranks >= 1, "hp-plan", "--ranks is ", ranks, ", want at least 1");
-  hp::check_value(network || which->count() == 0, "hp-plan", "--rank without --network, which shows the rank that needs most");
+  hp::check_value(ranks <= hp::apps::kMostRanks, "hp-plan", "--ranks is ", ranks, ", want at most ", hp::apps::kMostRanks);
   hp::check_value(rank >= 0 && rank < ranks, "hp-plan", "--rank is ", rank, ", want 0 to ", ranks - 1);
   hp::check_value(network || ranks <= hp::apps::kMostThreads, "hp-plan", "--ranks is ", ranks, ", want at most ",
                   hp::apps::kMostThreads, " on one host, or --network");
@@ -77,7 +81,7 @@ int run(int argc, const char* const* argv) {
   if (network)
     show_network(config, ranks, rank);
   else
-    show_host(config, ranks);
+    show_host(config, ranks, which->count() > 0 ? std::optional(rank) : std::nullopt);
   return EXIT_SUCCESS;
 }
 

@@ -8,6 +8,8 @@ namespace hyper_parallel::apps {
 
 /// Most ranks of one host: each is a thread with the groups of a real rank.
 constexpr int kMostThreads = 64;
+/// Most ranks of a plan: what it lists about them, the members of each group, takes time and memory by their number.
+constexpr int kMostRanks = 1 << 20;
 
 /// Every rank of a run on one host, by rank: they share memory as the processes of hp-train do. ValueError: the configuration
 /// does not fit.

@@ -7,6 +7,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "train/cannot_write.h"
+
 namespace hyper_parallel::train {
 namespace {
 
@@ -19,7 +21,7 @@ nlohmann::ordered_json number(double value) {
 }  // namespace
 
 MetricsFile::MetricsFile(const std::filesystem::path& file) : path_(file), out_(file, std::ios::trunc) {
-  if (!out_) throw Error(concat("[log] cannot write ", file.string()));
+  if (!out_) throw cannot_write(file);
 }
 
 MetricsFile::MetricsFile(const std::filesystem::path& file, std::int64_t last, RunHistory& history) {
@@ -56,13 +58,13 @@ MetricsFile::MetricsFile(const std::filesystem::path& file, std::int64_t last, R
   in.close();
   *this = MetricsFile(file);
   out_ << kept << std::flush;
-  if (!out_) throw Error(concat("[log] cannot write ", file.string()));
+  if (!out_) throw cannot_write(file);
 }
 
 void MetricsFile::line(const std::string& text) {
   if (path_.empty()) return;
   out_ << text << '\n' << std::flush;
-  if (!out_) throw Error(concat("[log] cannot write ", path_.string()));
+  if (!out_) throw cannot_write(path_);
 }
 
 void MetricsFile::write(const StepMetrics& m) {

@@ -80,6 +80,11 @@ fs::path move_aside(const fs::path& from, const std::string& suffix) {
   return aside;
 }
 
+void warn_and_rename(const fs::path& path, const std::string& why) {
+  const fs::path aside = move_aside(path, ".aside");
+  log::warn(path.string(), ' ', why, " and is ", aside.string(), " now");
+}
+
 json number(double value) { return std::isfinite(value) ? json(value) : json(nullptr); }
 double real(const json& value) { return value.is_number() ? value.get<double>() : std::numeric_limits<double>::quiet_NaN(); }
 
@@ -115,25 +120,64 @@ TextMark identify(const Corpus& corpus, const Comm& comm) {
 RunCheckpoints::RunCheckpoints(const Config& config, const World& world, const fs::path& run_dir, const TextMark& text)
     : config_(config),
       world_(world),
+      run_dir_(run_dir),
       folder_(config.checkpoint.dir.empty() ? run_dir / "checkpoints" : fs::path(config.checkpoint.dir)),
       text_(text),
       checkpointer_(folder_, {.keep_last = static_cast<int>(config.checkpoint.keep_last), .comm = world.comm()}) {}
 
+void RunCheckpoints::claim(std::chrono::milliseconds patience) {
+  const auto timeout = static_cast<std::int64_t>(1000 * config_.parallel.timeout_seconds);  // of the ranks that wait
+  patience_ = std::min(patience, std::chrono::milliseconds(timeout / 2));
+  agree_on(world_.comm(), [&] {
+    if (world_.rank() != 0) return;
+    run_lock_ = FolderLock(run_dir_, concat("log.dir and log.name: ", config_.where("log.dir")), patience_);
+    if (config_.checkpoint.every > 0) claim_saves();
+  });
+}
+
+void RunCheckpoints::claim_saves() {
+  std::error_code ignored;
+  if (lock_.held() || fs::equivalent(folder_, run_dir_, ignored)) return;
+  lock_ = FolderLock(folder_, concat("checkpoint.dir: ", config_.where("checkpoint.dir")), patience_);
+}
+
 std::optional<std::int64_t> RunCheckpoints::latest() {
-  const auto mine = checkpointer_.latest();
-  const std::string used = path_of(mine.value_or(0)).filename().string();
-  std::error_code error;
+  std::optional<std::int64_t> mine;
+  std::error_code error, ignored;
   std::set<std::string> passed;
+  if (world_.rank() == 0) {
+    const std::vector<std::int64_t> steps = checkpointer_.steps();
+    for (auto step = steps.rbegin(); step != steps.rend() && !mine; ++step) {
+      const std::string other = other_step(*step);
+      if (other.empty())
+        mine = *step;
+      else
+        notes_.push_back(concat(path_of(*step).string(), " is passed over: it ", other));
+    }
+  }
+  const std::string used = path_of(mine.value_or(0)).filename().string();
   for (auto entry = fs::directory_iterator(folder_, error); !error && entry != fs::directory_iterator(); entry.increment(error)) {
     const std::string name = entry->path().filename().string();
     const bool is_step =
         name.size() == used.size() && name.starts_with("step-") && name.find_first_not_of("0123456789", 5) == std::string::npos;
-    if (is_step && (!mine || name > used)) passed.insert(name);
+    if (is_step && (!mine || name > used) && !fs::exists(entry->path() / ckpt::checkpoint_folder().mark, ignored))
+      passed.insert(name);
   }
   for (const std::string& name : passed)
     notes_.push_back(concat((folder_ / name).string(), " is passed over: it has no checkpoint.json"));
   const std::string first = world_.comm().all_gather_string(mine ? std::to_string(*mine) : "", {.label = "hp-train"})[0];
   return first.empty() ? std::nullopt : std::optional<std::int64_t>(std::stoll(first));
+}
+
+std::string RunCheckpoints::other_step(std::int64_t step) const {
+  try {
+    const json extra = json::parse(ckpt::read_info(path_of(step)).extra);
+    if (!extra.is_object() || !extra.contains("hp_train")) return {};
+    const auto recorded = extra.at("step").get<std::int64_t>();
+    return recorded == step ? "" : concat("is the checkpoint of step ", recorded, ", want ", step, " as its name says");
+  } catch (const std::exception&) {  // damaged
+    return {};
+  }
 }
 
 ckpt::StateDict RunCheckpoints::state_to_save(const HSDPModule& root, const Updater& updater) const {
@@ -229,6 +273,12 @@ std::uint64_t RunCheckpoints::named_seed(std::int64_t step) const {
   return mixed.current_seed();
 }
 
+void RunCheckpoints::begin() const {
+  at::Generator mine = generator();
+  const std::lock_guard lock(mine.mutex());
+  mine.set_current_seed(named_seed(0));
+}
+
 bool RunCheckpoints::due(std::int64_t step, bool last) const {
   const std::int64_t every = config_.checkpoint.every;
   return every > 0 && (last || step % every == 0);
@@ -252,7 +302,8 @@ void RunCheckpoints::save(const Position& position, const HSDPModule& root, cons
                       {"config", to_toml(config_)}};
   agree_on(world_.comm(), [&] {
     if (world_.rank() != 0) return;
-    if (restored_.empty() && !began_) set_aside();
+    claim_saves();  // without checkpoint.every, only SIGTERM saves
+    if (!began_) set_aside();
     make_way(position.step);
   });
   began_ = true;
@@ -266,18 +317,27 @@ void RunCheckpoints::save(const Position& position, const HSDPModule& root, cons
   });
 }
 
-void RunCheckpoints::set_aside() const {
-  if (checkpointer_.steps().empty()) return;
+void RunCheckpoints::set_aside() {
+  const std::vector<std::int64_t> steps = checkpointer_.steps();
+  if (!restored_.empty()) {
+    for (const std::int64_t step : steps) {
+      if (const std::string other = other_step(step); !other.empty()) warn_and_rename(path_of(step), other);
+    }
+    return;
+  }
+  if (steps.empty()) return;
   const fs::path aside = move_aside(path_of(0).parent_path(), "");
   log::info("checkpoints of an earlier run are in ", aside.string(), " now");
+  std::error_code ignored;
+  fs::remove(aside / FolderLock::kFile, ignored);
+  lock_ = FolderLock();
+  claim_saves();
 }
 
 void RunCheckpoints::make_way(std::int64_t step) const {
   const fs::path path = path_of(step);
   const std::string why = ckpt::in_the_way(path, ckpt::checkpoint_folder());
-  if (why.empty()) return;
-  const fs::path aside = move_aside(path, ".aside");
-  log::warn(path.string(), ' ', why, " and is ", aside.string(), " now");
+  if (!why.empty()) warn_and_rename(path, why);
 }
 
 void RunCheckpoints::finish() {

@@ -1,5 +1,6 @@
 #pragma once
 // The checkpoints of a run: what is in them, and how a run goes on from one.
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <limits>
@@ -15,6 +16,7 @@
 #include <hyper_parallel/train/config.h>
 #include <hyper_parallel/train/corpus.h>
 
+#include "train/folder_lock.h"
 #include "train/updater.h"
 
 namespace hyper_parallel::train {
@@ -36,15 +38,21 @@ struct TextMark {
 /// Collective: each rank reads its part of the text.
 [[nodiscard]] TextMark identify(const Corpus& corpus, const Comm& comm);
 
-/// Saves and restores everything that a run consists of. All members are collective over the world but for due and path_of;
-/// AgreedError on all ranks alike. Thread safety: one thread at a time.
+/// Saves and restores everything that a run consists of. All members are collective over the world but for begin, due and
+/// path_of; AgreedError on all ranks alike. Thread safety: one thread at a time.
 class RunCheckpoints {
  public:
   /// Local. \param run_dir folder of the run
   RunCheckpoints(const Config& config, const World& world, const std::filesystem::path& run_dir, const TextMark& text);
 
-  /// The step of the last checkpoint that is there, by what rank 0 sees. Folders of later steps that are none are noted.
+  /// Makes the folder of the run and holds it, on rank 0, against other runs; likewise that of the checkpoints, if the
+  /// configuration asks for any: a folder that cannot be written is found before training. \param patience see FolderLock
+  void claim(std::chrono::milliseconds patience);
+  /// The step of the last checkpoint that is there, by what rank 0 sees. Folders of later steps that are none, or one of another
+  /// step, are noted.
   [[nodiscard]] std::optional<std::int64_t> latest();
+  /// Sets this rank's random numbers for a run from the beginning: by train.seed, the rank, and the number of ranks. Local.
+  void begin() const;
   /// Restores the checkpoint of `step`. Refuses one of another text, and of a run that was configured another way where that
   /// would change the model or the meaning of its state, naming both places. Other changes are noted.
   [[nodiscard]] Position restore(std::int64_t step, const HSDPModule& root, Updater& updater);
@@ -67,10 +75,16 @@ class RunCheckpoints {
   [[nodiscard]] const std::vector<std::string>& notes() const { return notes_; }
 
  private:
-  /// Of this rank's random numbers where the saved ones are of another number of ranks.
+  /// Of this rank's random numbers at the beginning, and where the saved ones are of another number of ranks.
   [[nodiscard]] std::uint64_t named_seed(std::int64_t step) const;
-  /// Checkpoints of an earlier run are no checkpoints of this one, whatever their steps are. Local.
-  void set_aside() const;
+  /// Why the checkpoint in the folder of `step` is none of that step, in words that follow its name; empty if it is, and if it
+  /// cannot be told. Local.
+  [[nodiscard]] std::string other_step(std::int64_t step) const;
+  /// Checkpoints of an earlier run are no checkpoints of this one, whatever their steps are; nor are those of another step than
+  /// their folder's, which must not count as the last ones. Local.
+  void set_aside();
+  /// Holds the folder of the checkpoints, unless it is held. Local.
+  void claim_saves();
   /// Renames what is at the place of a step and is no checkpoint, or holds other files, too. Local.
   void make_way(std::int64_t step) const;
   /// Throws or notes what `saved` says otherwise.
@@ -80,8 +94,10 @@ class RunCheckpoints {
 
   const Config& config_;
   World world_;
-  std::filesystem::path folder_;
+  std::filesystem::path run_dir_, folder_;
   TextMark text_;
+  std::chrono::milliseconds patience_{0};
+  FolderLock run_lock_, lock_;  // let go of after the save in progress
   ckpt::Checkpointer checkpointer_;
   std::string restored_;
   std::vector<std::string> notes_;

@@ -22,6 +22,7 @@
 
 #include "train/assemble.h"
 #include "train/batches.h"
+#include "train/cannot_write.h"
 #include "train/meshes.h"
 #include "train/resume.h"
 #include "train/stop_signal.h"
@@ -47,7 +48,7 @@ void write_file(const fs::path& file, const std::string& text) {
   std::ofstream out(file, std::ios::binary | std::ios::trunc);
   out << text;
   out.close();
-  if (!out) throw Error(concat("[log] cannot write ", file.string()));
+  if (!out) throw cannot_write(file);
 }
 
 // What the ranks tell each other after a step.
@@ -140,12 +141,15 @@ class Trainer {
         [&] { comm_.check_same("data", {concat("bytes of the text: ", batches_->corpus().size())}, {.label = "hp-train"}); });
     result_.dir = fs::path(config_.log.dir) / config_.log.name;
     checkpoints_.emplace(config_, world_, result_.dir, identify(batches_->corpus(), comm_));
+    on_all_ranks_alike([&] { trace_ = TraceWindow(config_, result_.dir, world_.size()); });
+    checkpoints_->claim(options_.patience);
     const auto saved = options_.resume ? checkpoints_->latest() : std::nullopt;
-    on_all_ranks_alike([&] {
-      trace_ = TraceWindow(config_, result_.dir, world_.size());
-      build();
-    });
-    if (saved) restore(*saved);
+    on_all_ranks_alike([&] { build(); });
+    if (saved) {
+      restore(*saved);
+    } else {
+      checkpoints_->begin();
+    }
     agree_on(comm_, [&] { open_files(saved); });
     announce();
     loop();
@@ -193,10 +197,6 @@ class Trainer {
 
 void Trainer::open_files(std::optional<std::int64_t> saved) {
   if (world_.rank() != 0) return;
-  std::error_code error;
-  fs::create_directories(result_.dir, error);
-  if (error)
-    throw Error(concat("[log] cannot create ", result_.dir.string(), ": ", error.message(), " (", config_.where("log.dir"), ")"));
   write_file(result_.dir / "config.toml", to_toml(config_));
   if (!saved) {
     metrics_ = MetricsFile(result_.dir / "metrics.jsonl");
@@ -241,6 +241,10 @@ void Trainer::announce() {
   if (options_.resume)
     progress_.print(concat(
         "Resume     ", checkpoints_->restored().empty() ? "no checkpoint yet, from the beginning" : checkpoints_->restored()));
+  if (position_.step > 0 && schedule_.progress(position_.step, position_.elapsed) >= 1)
+    progress_.print(concat("           nothing is left to train: the checkpoint has ", position_.step, " step(s) and ",
+                           format_seconds(position_.elapsed), ", train.max_steps = ", config_.train.max_steps,
+                           ", train.max_seconds = ", config_.train.max_seconds));
   for (const std::string& line : checkpoints_->notes()) progress_.print(concat("           ", line));
   if (const std::string text = checkpoints_->describe(); !text.empty()) progress_.print(concat("Checkpoint ", text));
   progress_.print(concat("Transport  ", transports(root_, meshes_.model, config_.parallel.reshard_ranks, engine.maps)));
@@ -253,6 +257,7 @@ void Trainer::build() {
   root_ = std::move(sharded.root);
   init_llama(model_, root_, static_cast<std::uint64_t>(config_.train.seed));
   updater_.emplace(config_, root_);
+  updater_->start();
 }
 
 Batch Trainer::next_batch() {

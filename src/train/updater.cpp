@@ -1,5 +1,6 @@
 #include "train/updater.h"
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <vector>
@@ -59,9 +60,12 @@ optim::GradScalerOptions scaler_options(const Config& config) {
 Updater::Updater(const Config& config, const HSDPModule& root)
     : root_(root),
       clip_norm_(config.optim.clip_norm > 0 ? config.optim.clip_norm : std::numeric_limits<double>::infinity()),
+      ema_decay_(config.optim.ema_decay),
       optimizer_(make_optimizer(config.optim, root)),
-      scaler_(scaler_options(config)) {
-  if (config.optim.ema_decay > 0) ema_.emplace(root, EmaOptions{.decay = config.optim.ema_decay, .ramp = true});
+      scaler_(scaler_options(config)) {}
+
+void Updater::start() {
+  if (ema_decay_ > 0) ema_.emplace(root_, EmaOptions{.decay = ema_decay_, .ramp = true});
 }
 
 Updater::Outcome Updater::step(double lr) {
@@ -95,8 +99,12 @@ void Updater::set_counters(const Counters& counters) {
 
 std::int64_t Updater::state_bytes() const {
   std::int64_t bytes = optimizer_->state_bytes();
-  if (!ema_) return bytes;
-  for (const auto& [name, average] : ema_->named_dtensors()) bytes += static_cast<std::int64_t>(average.to_local().nbytes());
+  if (ema_decay_ == 0) return bytes;
+  constexpr std::int64_t kNarrowest = sizeof(float);  // averages of wider parameters are as wide as these
+  for (const fsdp::ShardedGroup& group : root_.groups()) {
+    const at::Tensor& shard = group.shard;
+    if (shard.is_floating_point()) bytes += shard.numel() * std::max<std::int64_t>(shard.element_size(), kNarrowest);
+  }
   return bytes;
 }
 

@@ -24,14 +24,16 @@ class Updater {
     bool stepped = true;    ///< false: gradients were not finite and the scale was at fault
   };
 
-  /// Local.
+  /// Local. The parameters may be without values yet.
   Updater(const Config& config, const HSDPModule& root);
+  /// Starts the averages from the weights as they are, before the first step; nothing without averages. Local.
+  void start();
 
   /// What to run backward from.
   [[nodiscard]] at::Tensor scaled(const at::Tensor& loss) const { return scaler_.scale(loss); }
   /// Collective. Gradients are gone afterwards.
   Outcome step(double lr);
-  /// Of one rank: the optimizer's and the averages'.
+  /// Of one rank: the optimizer's and the averages', those included that start() will make.
   [[nodiscard]] std::int64_t state_bytes() const;
 
   /// What a checkpoint holds of it: tensors "optim.…" and "ema.…".
@@ -65,7 +67,7 @@ class Updater {
 
  private:
   HSDPModule root_;
-  double clip_norm_;
+  double clip_norm_, ema_decay_;
   std::unique_ptr<optim::FlatOptimizer> optimizer_;
   optim::GradScaler scaler_;
   std::optional<Ema> ema_;

@@ -256,7 +256,8 @@ TEST_F(TrainLoop, MistakesAreAgreedOn) {
   EXPECT_THAT(agreed_message(config("x", {{"data.validation_fraction", "0.0003"}}), 2),
               HasSubstr("validation tokens, want at least 17"));
   EXPECT_THAT(agreed_message(config("x", {{"parallel.dp_shard", "3"}}), 2), HasSubstr("want the world size 2 (command line)"));
-  EXPECT_THAT(agreed_message(config("x", {{"log.dir", (dir_ / "text.txt").string()}}), 2), HasSubstr("[log] cannot create"));
+  EXPECT_THAT(agreed_message(config("x", {{"log.dir", (dir_ / "text.txt").string()}}), 2),
+              HasSubstr("[run] cannot create the folder"));
   EXPECT_THAT(
       agreed_message(
           config("x", {{"optim.lr", "1000"}, {"optim.clip_norm", "0"}, {"optim.beta1", "0"}, {"train.max_steps", "300"}}), 2),

@@ -1,5 +1,6 @@
 // Runs that are stopped, moved to other ranks, and resumed.
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <fstream>
@@ -20,6 +21,7 @@
 #include "dist/train_run.h"
 #include "support/rank_threads.h"
 #include "support/temp_folder.h"
+#include "train/folder_lock.h"
 #include "train/resume.h"
 #include "train/stop_signal.h"
 
@@ -283,6 +285,33 @@ TEST_F(TrainResume, FoldersThatAreNoCheckpointsAreKeptAside) {
   EXPECT_TRUE(fs::exists(saves / "step-00000009.aside.2/rank-00000.safetensors"));
 }
 
+/// A folder that was renamed: neither the last checkpoint, nor one of the last few.
+TEST_F(TrainResume, ACheckpointUnderTheNameOfAnotherStepIsPassedOver) {
+  const std::vector<Override> two = {{"checkpoint.keep_last", "2"}};
+  const TrainResult whole = train(config("n"), 2);
+  const fs::path saves = dir_ / "runs/n/checkpoints";
+  fs::rename(saves / "step-00000009", saves / "step-00000500");
+  fs::rename(saves / "step-00000003", saves / "step-00000005");
+  const TrainResult again = train(config("n", two), 2, true);
+  EXPECT_EQ(again.resumed, 6);
+  expect_same_curve(again, whole, 0);
+  EXPECT_EQ(ckpt::Checkpointer(saves).steps(), (std::vector<std::int64_t>{6, 9}));
+  EXPECT_TRUE(ckpt::verify(saves / "step-00000500.aside").empty());
+  EXPECT_TRUE(ckpt::verify(saves / "step-00000005.aside").empty());
+  EXPECT_EQ(train(config("n", two), 2, true).resumed, 9);
+}
+
+TEST_F(TrainResume, RandomNumbersBeginWithTheSeed) {
+  const auto random_of = [&](const std::string& name, const char* seed, std::uint64_t before) {
+    at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+    generator.set_current_seed(before);
+    train(config(name, {{"train.seed", seed}, {"train.max_steps", "1"}}), 1);
+    return ckpt::read_info(dir_ / "runs" / name / "checkpoints/step-00000001").tensors.at("random").pieces.at(0).crc32c;
+  };
+  EXPECT_EQ(random_of("r1", "7", 1), random_of("r2", "7", 2));
+  EXPECT_NE(random_of("r1", "7", 1), random_of("r3", "8", 1));
+}
+
 TEST_F(TrainResume, DamageIsRefused) {
   train(config("d"), 2);
   const fs::path folder = dir_ / "runs/d/checkpoints/step-00000009";
@@ -298,13 +327,58 @@ TEST_F(TrainResume, DamageIsRefused) {
   EXPECT_THAT(agreed_message(config("d"), 3, true), HasSubstr("rank-00001.safetensors"));
 }
 
+TEST_F(TrainResume, AFolderThatTakesNoFilesIsFoundAtTheStart) {
+  testing::set_file_text(dir_ / "file", "no folder");
+  for (const char* place : {"file", "file/below"}) {
+    const Config bad = config("b", {{"checkpoint.dir", (dir_ / place).string()}});
+    EXPECT_THAT(agreed_message(bad, 2, false), AllOf(HasSubstr("[run] cannot create the folder " + (dir_ / place).string()),
+                                                     HasSubstr(": Not a directory (checkpoint.dir: command line) (rank 0/2)")));
+  }
+  fs::create_directories(dir_ / "taken/.lock");
+  EXPECT_THAT(agreed_message(config("b", {{"checkpoint.dir", (dir_ / "taken").string()}}), 2, false),
+              HasSubstr("[run] cannot write " + (dir_ / "taken/.lock").string() + ": Is a directory (checkpoint.dir: "));
+  EXPECT_FALSE(fs::exists(dir_ / "runs/b/metrics.jsonl")) << "nothing was trained";
+  // Without saves the folder does not matter.
+  EXPECT_EQ(train(config("b", {{"checkpoint.dir", (dir_ / "file").string()}, {"checkpoint.every", "0"}}), 2).steps, 9);
+}
+
+TEST_F(TrainResume, OneRunAtATimeInAFolder) {
+  const std::vector<Override> saves = {{"checkpoint.dir", (dir_ / "saves").string()}, {"train.max_steps", "1"}};
+  const RunOptions at_once = {.patience = std::chrono::milliseconds(1)};
+  const std::string me = concat(" is in use by process ", ::getpid(), " on ");
+  for (const char* folder : {"runs/l", "saves"}) {
+    const FolderLock other(dir_ / folder, "test", at_once.patience);
+    const std::string message = train::agreed_message(config("l", saves), 2, at_once);
+    EXPECT_THAT(message, AllOf(HasSubstr("[run] " + (dir_ / folder).string() + me), HasSubstr("(rank 0/2)")));
+    EXPECT_FALSE(fs::exists(dir_ / "runs/l/metrics.jsonl"));
+  }
+  // One that is about to end is waited for.
+  auto other = std::make_unique<FolderLock>(dir_ / "saves", "test", at_once.patience);
+  std::thread ends([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    other.reset();
+  });
+  EXPECT_EQ(train(config("l", saves), 2).steps, 1);
+  ends.join();
+  // Earlier checkpoints move, the lock stays where the new ones are.
+  EXPECT_EQ(train(config("l", saves), 2).steps, 1);
+  EXPECT_TRUE(fs::exists(dir_ / "saves/.lock"));
+  EXPECT_FALSE(fs::exists(dir_ / "saves.1/.lock"));
+  // The folder of the run may take the checkpoints, too.
+  EXPECT_EQ(train(config("o", {{"checkpoint.dir", (dir_ / "runs/o").string()}}), 2).steps, 9);
+  EXPECT_EQ(train(config("o", {{"checkpoint.dir", (dir_ / "runs/o").string()}}), 2, true).resumed, 9);
+}
+
 /// The error of a save in the background: at the next save, or at the end.
 TEST_F(TrainResume, ErrorsOfSavesEndTheRun) {
-  testing::set_file_text(dir_ / "file", "no folder");
+  // Room for the name of the lock, none for those of checkpoints.
+  constexpr std::size_t kLongest = 4095;
+  std::string deep = (dir_ / "deep").string();
+  while (deep.size() + 250 < kLongest) deep += '/' + std::string(200, 'd');
+  deep += '/' + std::string(kLongest - 12 - deep.size(), 'd');
   for (const char* every : {"3", "100"}) {
     for (const char* async : {"true", "false"}) {
-      const Config bad =
-          config("e", {{"checkpoint.dir", (dir_ / "file").string()}, {"checkpoint.every", every}, {"checkpoint.async", async}});
+      const Config bad = config("e", {{"checkpoint.dir", deep}, {"checkpoint.every", every}, {"checkpoint.async", async}});
       EXPECT_THAT(agreed_message(bad, 2, false), HasSubstr("cannot create the folder")) << every << async;
     }
   }

@@ -1,5 +1,7 @@
 // hp-plan against what hp-train announces, and its errors.
+#include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <string>
 
 #include <gmock/gmock.h>
@@ -52,19 +54,44 @@ TEST_F(HpPlan, SaysWhatARunAnnounces) {
   };
   const Case cases[] = {
       {1, {}},
-      {2, {"--parallel.layout=ragged"}},
-      {2, {"--parallel.layout=per_parameter", "--precision.param_dtype=bfloat16", "--checkpoint.every=1"}},
+      {2, {"--parallel.layout=ragged", "--optim.ema_decay=0.9"}},
+      {2,
+       {"--parallel.layout=per_parameter", "--precision.param_dtype=bfloat16", "--checkpoint.every=1", "--optim.ema_decay=0.9"}},
       {4, {"--parallel.dp_replicate=2", "--train.micro_batch_size=1", "--parallel.accumulation=partial"}},
       {4, {"--parallel.tp=2", "--model.n_experts=4", "--model.top_k=2", "--model.expert_ffn_dim=24", "--parallel.ep=2"}}};
   for (const Case& c : cases) {
     std::vector<std::string> options = c.options;
-    options.insert(options.begin(), "--ranks=" + std::to_string(c.world));
+    options.insert(options.begin(), {"--ranks=" + std::to_string(c.world), "--rank=0"});
     const Outcome planned = plan(options);
     EXPECT_EQ(planned.code, 0) << planned.output;
-    EXPECT_THAT(planned.output, HasSubstr("That is rank 0, which needs most")) << "hp-train announces rank 0";
+    EXPECT_THAT(planned.output, HasSubstr("That is rank 0")) << "hp-train announces rank 0";
     EXPECT_EQ(table_of(planned.output), table_of(announced(c.world, c.options, "1"))) << ::testing::PrintToString(c.options);
     EXPECT_THAT(planned.output, HasSubstr("PLAN ranks=" + std::to_string(c.world) + " host_bytes="));
   }
+}
+
+/// A number behind a name of the line for scripts.
+std::int64_t number_of(const std::string& output, const std::string& name) {
+  const std::size_t at = output.find(name + '=', output.find("PLAN "));
+  return at == std::string::npos ? -1 : std::stoll(output.substr(at + name.size() + 1));
+}
+
+TEST_F(HpPlan, AnyRankOrTheOneThatNeedsMost) {
+  const Outcome most = plan({"--ranks=3", "--train.batch_size=9"});
+  EXPECT_THAT(most.output, HasSubstr(", which needs most"));
+  std::int64_t largest = 0, sum = 0;
+  for (int rank = 0; rank < 3; ++rank) {
+    const Outcome one = plan({"--ranks=3", "--train.batch_size=9", "--rank=" + std::to_string(rank)});
+    EXPECT_EQ(one.code, 0) << one.output;
+    EXPECT_THAT(one.output, HasSubstr("That is rank " + std::to_string(rank)));
+    const std::int64_t bytes = number_of(one.output, "rank_bytes");
+    EXPECT_EQ(one.output.find(", which needs most") != std::string::npos, bytes == number_of(most.output, "rank_bytes"));
+    EXPECT_EQ(number_of(one.output, "host_bytes"), number_of(most.output, "host_bytes"));
+    largest = std::max(largest, bytes);
+    sum += bytes;
+  }
+  EXPECT_EQ(number_of(most.output, "rank_bytes"), largest);
+  EXPECT_EQ(number_of(most.output, "host_bytes"), sum);
 }
 
 TEST_F(HpPlan, WithoutSharedMemory) {
@@ -88,7 +115,8 @@ TEST_F(HpPlan, RefusesWhatMakesNoSense) {
   const std::pair<std::vector<std::string>, const char*> cases[] = {
       {{"--ranks=0"}, "--ranks is 0, want at least 1"},
       {{"--ranks=65"}, "--ranks is 65, want at most 64 on one host, or --network"},
-      {{"--ranks=2", "--rank=1"}, "--rank without --network"},
+      {{"--ranks=1000000000", "--network"}, "--ranks is 1000000000, want at most 1048576"},
+      {{"--ranks=2", "--rank=2"}, "--rank is 2, want 0 to 1"},
       {{"--ranks=2", "--network", "--rank=2"}, "--rank is 2, want 0 to 1"},
       {{"--ranks=3"}, "batch_size = 8, want a multiple of the world size 3"},
       {{"--ranks=two"}, "--ranks"},

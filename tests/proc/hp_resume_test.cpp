@@ -95,7 +95,7 @@ TEST_F(HpResume, MistakesAreOneLine) {
   write_text(0);
   testing::set_file_text(dir_ / "file", "");
   EXPECT_THAT(finish(start(2, {"--log.name=f", "--checkpoint.dir=" + (dir_ / "file").string(), "--train.max_steps=7"}), 1),
-              HasSubstr("hp-train: error: [ckpt]"));
+              HasSubstr("hp-train: error: [run] cannot create the folder "));
 }
 
 TEST_F(HpResume, ChangesAndFoldersThatAreNoCheckpointsAreTold) {
@@ -114,6 +114,24 @@ TEST_F(HpResume, ChangesAndFoldersThatAreNoCheckpointsAreTold) {
   EXPECT_EQ(testing::file_text(saves / "step-00000010.aside/notes.txt"), "mine");
   EXPECT_TRUE(fs::exists(saves / "step-00000010/checkpoint.json"));
   EXPECT_EQ(losses("c").size(), 12U);
+  fs::rename(saves / "step-00000010", saves / "step-00000500");
+  EXPECT_THAT(finish(start(2, {"--log.name=c", "--resume", "--train.max_steps=11", "--checkpoint.every=5"})),
+              AllOf(HasSubstr("Resume     step 12 of "),
+                    HasSubstr("step-00000500 is passed over: it is the checkpoint of step 10, want 500 as its name says\n"),
+                    HasSubstr("           nothing is left to train: the checkpoint has 12 step(s) and "),
+                    HasSubstr(", train.max_steps = 11, "), HasSubstr("RESULT world=2")));
+}
+
+TEST_F(HpResume, ASecondRunInAFolderIsRefusedUntilTheFirstHasGone) {
+  const std::vector<std::string> options = {"--log.name=l", "--train.max_steps=1000000", "--checkpoint.keep_last=1"};
+  std::vector<Process> first = start(2, options);
+  wait_for(dir_ / "runs/l/metrics.jsonl");
+  const std::string refused = finish(start(2, options), 1);
+  EXPECT_THAT(refused, HasSubstr("hp-train: error: [run] " + (dir_ / "runs/l").string() + " is in use by process " +
+                                 std::to_string(first[0].pid()) + " on "));
+  EXPECT_EQ(std::count(refused.begin(), refused.end(), '\n'), 1) << refused;
+  for (Process& rank : first) rank.kill(SIGKILL);
+  EXPECT_THAT(finish(start(2, {"--log.name=l", "--resume", "--train.max_steps=1"})), HasSubstr("RESULT world=2"));
 }
 
 /// Children of a process, from /proc.

@@ -222,7 +222,7 @@ TEST_F(HpTrain, TwoRanksReportAMistakeOnce) {
                    "[train] batch_size = 7, want a multiple of the world size 2 (command line)");
   expect_one_error(run(2, {"--parallel.dp_shard=4"}), "want the world size 2 (command line)");
   expect_one_error(run(2, {"--model.width=3"}), "unknown key --model.width");
-  expect_one_error(run(2, {"--log.dir=/dev/null/x"}), "[log] cannot create /dev/null/x");
+  expect_one_error(run(2, {"--log.dir=/dev/null/x"}), "[run] cannot create the folder /dev/null/x");
 }
 
 TEST_F(HpTrain, ARankThatDiesStopsTheOther) {

@@ -16,6 +16,8 @@
 #include <hyper_parallel/train/progress.h>
 #include <hyper_parallel/train/schedule.h>
 
+#include "support/message_of.h"
+
 namespace hyper_parallel::train {
 namespace {
 
@@ -234,7 +236,10 @@ TEST(MetricsTest, WritesOneObjectPerLine) {
   EXPECT_TRUE(lines[1]["loss"].is_null());
   EXPECT_EQ(lines[2]["val_loss"], 1.75);
   std::filesystem::remove(file);
-  EXPECT_THROW(MetricsFile("/no/such/folder/metrics.jsonl"), Error);
+  EXPECT_EQ(testing::message_of<Error>([] { return MetricsFile("/no/such/folder/metrics.jsonl"); }),
+            "[log] cannot write /no/such/folder/metrics.jsonl: No such file or directory");
+  EXPECT_EQ(testing::message_of<Error>([] { MetricsFile("/dev/full").write_validation(1, 2, 3); }),
+            "[log] cannot write /dev/full: No space left on device");
   EXPECT_NO_THROW(MetricsFile().write(example()));
   EXPECT_GT(resident_bytes(), 1'000'000);
 }

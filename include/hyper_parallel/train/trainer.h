@@ -1,5 +1,6 @@
 #pragma once
 // The training run behind hp-train.
+#include <chrono>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -33,6 +34,9 @@ struct TrainResult {
 struct RunOptions {
   /// Go on from the last checkpoint of the run, on any number of ranks; begin anew if there is none.
   bool resume = false;
+  /// How long to wait for another run that writes to the same folders, which may be about to end; at most half of
+  /// parallel.timeout_seconds.
+  std::chrono::milliseconds patience{5000};
 };
 
 /// Trains the decoder that `config` describes, sharded over all ranks of `world`, and writes the run's files on rank 0.
@@ -41,8 +45,10 @@ struct RunOptions {
 /// resumed run goes on as if nothing had happened: bit for bit on as many ranks, up to rounding on others. SIGTERM to any rank
 /// makes all of them save after the step that is under way, and return.
 ///
+/// Rank 0 holds the folder of the run, and that of its checkpoints, for the lifetime of the call: a file ".lock" in each.
+///
 /// Collective over the world. AgreedError or ValueError on all ranks alike for what is wrong with configuration, data or files,
-/// checkpoints included; CommError when a peer fails.
+/// checkpoints included, and for folders that another run holds; CommError when a peer fails.
 TrainResult run_training(const Config& config, const World& world, const RunOptions& options = {});
 
 }  // namespace hyper_parallel::train
