@@ -1,5 +1,9 @@
 """How often we communicate, and what a step costs on the host."""
 import gc
+import pathlib
+import sys
+import threading
+import time
 import weakref
 
 import pytest
@@ -102,6 +106,60 @@ def held(rank, world):
 
 def test_options_that_hold_at_all_times():
     run_ranks(2, held)
+
+
+def frames(rank, world):
+    """Python functions of ours that a step calls, once it is warm."""
+    model = wrap(ours, build(), mesh=mesh_of(world, 0), reshard_after_forward=True)
+    for number in range(2):
+        step(model, rank, number)
+        model.zero_grad()
+    folder = str(pathlib.Path(ours.__file__).parents[1])
+    calls = []
+
+    def note(frame, event, argument):
+        if event == "call":
+            calls.append(frame.f_code.co_filename)
+
+    threading.setprofile(note)  # of threads that begin now
+    sys.setprofile(note)
+    step(model, rank, 2)
+    sys.setprofile(None)
+    threading.setprofile(None)
+    assert any("torch/nn/modules/module.py" in name for name in calls)
+    assert [name for name in calls if name.startswith(folder)] == []
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_calls_no_python_of_ours(world):
+    run_ranks(world, frames)
+
+
+def waiting(rank, world, path):
+    """Rank 1 begins when a thread of rank 0 says so, which it can only while rank 0's forward waits without the interpreter's lock."""
+    model = wrap(ours, build(), mesh=mesh_of(world, 0), reshard_after_forward=True)
+    step(model, rank, 0)
+    begun, said = threading.Event(), pathlib.Path(path)
+
+    def say():
+        begun.wait()
+        time.sleep(0.3)
+        said.touch()
+
+    if rank == 0:
+        thread = threading.Thread(target=say)
+        thread.start()
+        begun.set()
+    else:
+        while not said.exists():
+            time.sleep(0.01)
+    step(model, rank, 1)
+    if rank == 0:
+        thread.join()
+
+
+def test_waits_let_other_threads_run(tmp_path):
+    run_ranks(2, waiting, str(tmp_path / "said"))
 
 
 def lifetime(rank, world):
