@@ -116,15 +116,22 @@ void leave_scratch(Work::Impl& op) {
   std::swap((*other)->scratch, op.scratch);
 }
 
+// `nbytes` of `own` from `offset` on go to every other rank, whose bytes come to the places of their ranks in `rows`.
+void exchange_rows(Work::Impl& op, const at::Tensor& rows, const at::Tensor& own, std::int64_t offset, std::int64_t nbytes,
+                   Kind kind = Kind::kFirst) {
+  const auto& comm = *op.comm;
+  for (int k = 1; k < comm.size; ++k) {
+    const int from = (comm.rank - k + comm.size) % comm.size;
+    op.post_receive(rows, from * nbytes, nbytes, from, kind);
+  }
+  for (int k = 1; k < comm.size; ++k) op.post_send(own, offset, nbytes, (comm.rank + k) % comm.size, kind);
+}
+
 void exchange_notes(Work::Impl& op, const at::Tensor& notes) {
   if (!notes.defined()) return;
   const auto& comm = *op.comm;
   const auto nbytes = notes.numel() / comm.size;
-  for (int k = 1; k < comm.size; ++k) {
-    const int from = (comm.rank - k + comm.size) % comm.size;
-    op.post_receive(notes, from * nbytes, nbytes, from, Kind::kNote);
-  }
-  for (int k = 1; k < comm.size; ++k) op.post_send(notes, comm.rank * nbytes, nbytes, (comm.rank + k) % comm.size, Kind::kNote);
+  exchange_rows(op, notes, notes, comm.rank * nbytes, nbytes, Kind::kNote);
   if (!comm.fake) return;
   for (int r = 0; r < comm.size; ++r) copy_bytes(at_byte(notes, r * nbytes), const_at_byte(notes, comm.rank * nbytes), nbytes);
 }
@@ -143,11 +150,7 @@ Work Comm::all_gather_single(const at::Tensor& output, const at::Tensor& input, 
               comm.size, " x ", input.numel(), " (group ", comm.name, ')');
   const auto nbytes = static_cast<std::int64_t>(input.nbytes());
   Started started(impl_, kOp, nbytes * comm.size, options.label, options.timeout);
-  for (int k = 1; k < comm.size; ++k) {
-    const int from = (comm.rank - k + comm.size) % comm.size;
-    started.op->post_receive(output, from * nbytes, nbytes, from);
-  }
-  for (int k = 1; k < comm.size; ++k) started.op->post_send(input, 0, nbytes, (comm.rank + k) % comm.size);
+  exchange_rows(*started.op, output, input, 0, nbytes);
   if (nbytes > 0) {
     for (int r = 0; r < comm.size; ++r) {
       if (r == comm.rank || comm.fake) copy_bytes(at_byte(output, r * nbytes), input.const_data_ptr(), nbytes);
@@ -169,11 +172,7 @@ Work gather_rows(const Comm& group, const at::Tensor& space, const at::Tensor& i
   auto& op = *started.op;
   leave_scratch(op);
   op.read_once = true;
-  for (int k = 1; k < comm.size; ++k) {
-    const int from = (comm.rank - k + comm.size) % comm.size;
-    op.post_receive(space, from * nbytes, nbytes, from);
-  }
-  for (int k = 1; k < comm.size; ++k) op.post_send(input, 0, nbytes, (comm.rank + k) % comm.size);
+  exchange_rows(op, space, input, 0, nbytes);
   if (nbytes == 0) return std::move(started.work);
   for (int r = 0; r < comm.size; ++r) {
     op.rows.push_back(r == comm.rank || comm.fake ? input.const_data_ptr() : const_at_byte(space, r * nbytes));
