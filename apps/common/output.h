@@ -1,12 +1,20 @@
 #pragma once
-// What a program has printed.
+// What a program prints.
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <exception>
+#include <string>
 
 #include <hyper_parallel/core/error.h>
 
 namespace hyper_parallel::apps {
+
+/// Of an error: what is behind the first line is a stack trace of torch's.
+inline std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
 
 /// To be called at the end. Error: not everything could be written, to a full disk for example.
 inline void finish_output(const char* program) {

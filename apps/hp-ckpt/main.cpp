@@ -33,9 +33,8 @@ int main(int argc, char** argv) {
     apps::finish_output("hp-ckpt");
     return code;
   } catch (const std::exception& error) {
-    const std::string text = error.what();
     std::fflush(stdout);
-    std::fprintf(stderr, "hp-ckpt: error: %s\n", text.substr(0, text.find('\n')).c_str());
+    std::fprintf(stderr, "hp-ckpt: error: %s\n", apps::first_line(error).c_str());
     return 2;
   }
 }

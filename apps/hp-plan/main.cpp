@@ -93,9 +93,7 @@ int main(int argc, char** argv) {
     hp::apps::finish_output("hp-plan");
     return code;
   } catch (const std::exception& error) {
-    // The first line only: errors from torch carry a stack trace behind it.
-    const std::string text = error.what();
-    std::fprintf(stderr, "hp-plan: error: %s\n", text.substr(0, text.find('\n')).c_str());
+    std::fprintf(stderr, "hp-plan: error: %s\n", hp::apps::first_line(error).c_str());
     return EXIT_FAILURE;
   }
 }

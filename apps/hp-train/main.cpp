@@ -29,16 +29,10 @@ bool restarted() {
   return text != nullptr && std::atoi(text) > 0;
 }
 
-// The first line only: errors from torch carry a stack trace behind it.
-std::string first_line(const std::exception& error) {
-  const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
-}
-
 int fail(const std::exception& error, bool known_to_all) {
   const int rank = environment_rank();
   if (known_to_all && rank != 0) return EXIT_FAILURE;
-  const std::string text = first_line(error);
+  const std::string text = hp::apps::first_line(error);
   const bool says_who = known_to_all || text.find("(rank ") != std::string::npos;
   const std::string who = says_who ? "" : "rank " + std::to_string(rank) + ": ";
   std::fflush(stdout);
