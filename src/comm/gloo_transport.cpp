@@ -8,6 +8,7 @@
 #include <hyper_parallel/core/log.h>
 
 #include "comm/backend.h"
+#include "comm/bounded_store.h"
 #include "comm/store_notes.h"
 #include "comm/world_impl.h"
 
@@ -97,7 +98,8 @@ std::unique_ptr<Transport> make_gloo_transport(World::Impl& world, const std::st
     auto options = c10d::ProcessGroupGloo::Options::create(world.timeout);
     options->devices.push_back(std::static_pointer_cast<Device>(world.device));
     options->threads = 1;  // pairs run on the device's thread; c10d's workers stay idle
-    auto group = c10::make_intrusive<Group>(store, group_rank, group_size, options);
+    const auto bounded = c10::make_intrusive<BoundedStore>(store, world.timeout);
+    auto group = c10::make_intrusive<Group>(bounded, group_rank, group_size, options);
     return std::make_unique<GlooTransport>(std::move(group), std::move(store));
   } catch (const std::exception& error) {
     throw translate(error);

@@ -15,6 +15,7 @@
 #include <hyper_parallel/core/log.h>
 
 #include "comm/arena.h"
+#include "comm/bounded_store.h"
 #include "comm/shared_transport.h"
 #include "comm/torch_compat.h"
 
@@ -62,7 +63,12 @@ std::vector<std::string> lines_of(const std::string& text) {
 class Meeting {
  public:
   Meeting(World::Impl& world, c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<int>& ranks)
-      : world_(world), store_(std::move(store)), rank_(rank), size_(static_cast<int>(ranks.size())), ranks_(ranks) {}
+      : world_(world),
+        notes_(store),
+        store_(std::move(store), world.timeout),
+        rank_(rank),
+        size_(static_cast<int>(ranks.size())),
+        ranks_(ranks) {}
 
   std::unique_ptr<Transport> run(const std::string& name) {
     const auto plan = agree("offer", offer(), &Meeting::plan);
@@ -106,19 +112,14 @@ class Meeting {
   // All ranks get what rank 0 decides on the texts of all.
   std::string agree(const std::string& what, const std::string& mine, Decide decide) {
     if (rank_ != 0) {
-      store_->set(concat(what, '/', rank_), mine);
-      return get(what);
+      store_.set(concat(what, '/', rank_), mine);
+      return store_.get_to_str(what);
     }
     std::vector<std::string> all{mine};
-    for (int r = 1; r < size_; ++r) all.push_back(get(concat(what, '/', r)));
+    for (int r = 1; r < size_; ++r) all.push_back(store_.get_to_str(concat(what, '/', r)));
     auto decision = (this->*decide)(all);
-    store_->set(what, decision);
+    store_.set(what, decision);
     return decision;
-  }
-
-  std::string get(const std::string& key) {
-    store_->wait({key}, world_.timeout);
-    return store_->get_to_str(key);
   }
 
   // "+" and, line by line, the mailbox, the arenas and whether all want to map.
@@ -176,7 +177,7 @@ class Meeting {
     }
     const int neighbours = world_.neighbours > 0 ? world_.neighbours : size_;
     return std::make_unique<SharedGroup>(SharedGroup{rank_, size_, Mailbox(std::move(mailbox), size_), arena_, std::move(peers),
-                                                     StoreNotes(store_), neighbours <= usable_cores(),
+                                                     std::move(notes_), neighbours <= usable_cores(),
                                                      addresses.back().front() == kYes});
   }
 
@@ -189,7 +190,8 @@ class Meeting {
   }
 
   World::Impl& world_;
-  c10::intrusive_ptr<c10d::Store> store_;
+  StoreNotes notes_;
+  BoundedStore store_;
   int rank_;
   int size_;
   const std::vector<int>& ranks_;  ///< global

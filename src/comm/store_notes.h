@@ -1,7 +1,6 @@
 #pragma once
 // What a rank leaves in the group's store for peers that can no longer be reached otherwise.
 #include <chrono>
-#include <functional>
 #include <string>
 
 #include <c10/util/intrusive_ptr.h>
@@ -13,6 +12,8 @@ class Store;
 }
 
 namespace hyper_parallel {
+
+class BoundedStore;
 
 /// First line of what Gloo or a store says, without source position and stack trace.
 std::string first_line_of(std::string text);
@@ -31,12 +32,7 @@ class StoreNotes {
   std::string read(const std::string& key, std::chrono::milliseconds patience) noexcept;
 
  private:
-  using Errand = std::function<void(c10d::Store&)>;
-  /// Does `errand` on a thread of its own: false if it is not back after `patience`, or failed.
-  bool send_out(std::chrono::milliseconds patience, Errand errand) noexcept;
-
-  c10::intrusive_ptr<c10d::Store> store_;
-  bool answers_ = true;
+  c10::intrusive_ptr<BoundedStore> store_;
 };
 
 }  // namespace hyper_parallel

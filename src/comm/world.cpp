@@ -16,6 +16,7 @@
 #include <hyper_parallel/core/trace.h>
 
 #include "comm/arena.h"
+#include "comm/bounded_store.h"
 #include "comm/comm_impl.h"
 #include "comm/same_host.h"
 #include "comm/torch_compat.h"
@@ -93,7 +94,12 @@ c10::intrusive_ptr<c10d::Store> store_from_environment(const World::Impl& world)
   const char* attempt = environment("TORCHELASTIC_RESTART_COUNT");
   const auto prefix = concat("hyper_parallel/", attempt == nullptr ? "0" : attempt, '/', joined_worlds);
   try {
-    return c10::make_intrusive<c10d::PrefixStore>(prefix, c10::make_intrusive<c10d::TCPStore>(address, options));
+    auto store = try_within(world.timeout + kStoreAnswer, [address = std::string(address), options] {
+      const QuietTorchLog quiet;
+      return c10::make_intrusive<c10d::TCPStore>(address, options);
+    });
+    TORCH_CHECK_WITH(DistStoreError, store.valid(), kNoStoreAnswer);
+    return c10::make_intrusive<c10d::PrefixStore>(prefix, store.get());
   } catch (const std::exception& error) {
     const auto text = first_line(error);
     const bool timeout = text.find("timed out") != std::string::npos || text.find("timeout") != std::string::npos;
@@ -104,16 +110,18 @@ c10::intrusive_ptr<c10d::Store> store_from_environment(const World::Impl& world)
 }
 
 // Rank 0 hears from all ranks, then tells all whether the world stands.
-void meet(c10d::Store& store, const World::Impl& world) {
+void meet(c10::intrusive_ptr<c10d::Store> base, const World::Impl& world) {
+  BoundedStore store(std::move(base), world.timeout);
   const auto mine = std::to_string(world.rank);
-  check_value(store.add("joined/" + mine, 1) == 1, kInit, "rank ", world.rank,
-              " joined twice: two processes have the same rank, or the store already served a world");
-  store.setTimeout(world.timeout);
-  store.set("size/" + mine, std::to_string(world.size));
   std::string verdict = "ok";
   bool timeout = false;
   try {
-    if (world.rank == 0) {
+    const bool first = store.add("joined/" + mine, 1) == 1;
+    if (first) store.set("size/" + mine, std::to_string(world.size));
+    if (!first) {
+      verdict = concat("V[", kInit, "] rank ", world.rank,
+                       " joined twice: two processes have the same rank, or the store already served a world");
+    } else if (world.rank == 0) {
       for (int r = 1; r < world.size && verdict == "ok"; ++r) {
         try {
           const auto theirs = store.get_to_str(concat("size/", r));
@@ -282,12 +290,12 @@ World make_world(const InitOptions& options) {
       auto* store = dynamic_cast<c10d::Store*>(options.store.get());
       check_value(store != nullptr, kInit, "`store` is not a c10d::Store");
       world->store = options.store;
-      if (options.wait_for_ranks) meet(*store, *world);
+      if (options.wait_for_ranks) meet(c10::intrusive_ptr<c10d::Store>::reclaim_copy(store), *world);
     } else {
       auto store = store_from_environment(*world);
       ++joined_worlds;
       world->store = store;
-      if (options.wait_for_ranks) meet(*store, *world);
+      if (options.wait_for_ranks) meet(store, *world);
     }
     find_neighbours(*world);
   }

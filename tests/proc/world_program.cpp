@@ -1,12 +1,13 @@
 // One rank of the process tests: `world_program <mode> [timeout in ms]`. Exit codes: 0 fine, 2 ValueError, 3 CommError, 4
 // anything else. REFUSE=<system call>: the kernel refuses it from the start. HIDE_SHM: /dev/shm is empty and cannot be written.
-// LIMIT_FILES=<bytes>: as ulimit -f.
+// LIMIT_FILES=<bytes>: as ulimit -f. AWAIT=<path>: between the world and its first group, until there is such a file.
 #include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <sstream>
@@ -71,6 +72,11 @@ void limit_files(const char* bytes) {
   if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) give_up("limit the size of files");
 }
 
+void await(const char* path) {
+  std::cout << "joined" << std::endl;
+  while (!std::filesystem::exists(path)) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+}
+
 // Of the smallest one that is mapped.
 std::uint64_t arena_bytes() {
   std::ifstream maps("/proc/self/maps");
@@ -93,6 +99,7 @@ void run(std::string_view mode, std::chrono::milliseconds timeout) {
     std::cout << "rank " << world.rank() << " of " << world.size() << ", local " << world.local_rank() << std::endl;
     return;
   }
+  if (const char* path = std::getenv("AWAIT")) await(path);
   const auto mesh =
       few ? hp::DeviceMesh::from_ranks(world, "cpu", {2}, {0, 1}, {"dp"}) : hp::init_device_mesh("cpu", {world.size()});
   const auto group = mesh.get_group();

@@ -1,5 +1,7 @@
 // Worlds of processes: how they meet, and what they say when they cannot.
 #include <csignal>
+#include <filesystem>
+#include <fstream>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -53,25 +55,60 @@ TEST(World, EndsCleanlyEveryTime) {
   }
 }
 
+/// Plays torchrun's agent, which hosts the store.
+struct Agent {
+  Agent() { EXPECT_TRUE(process.wait_for_output("hosting", kPatience)) << process.output(); }
+  /// Rank `rank` of 2.
+  [[nodiscard]] Process start_rank(int rank, const std::vector<std::string>& arguments, const Environment& more = {}) const {
+    Environment environment{{"RANK", std::to_string(rank)}, {"WORLD_SIZE", "2"},   {"LOCAL_RANK", std::to_string(rank)},
+                            {"MASTER_ADDR", "127.0.0.1"},   {"MASTER_PORT", port}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}};
+    environment.insert(more.begin(), more.end());
+    return start(arguments, environment);
+  }
+  std::string port = std::to_string(free_port());
+  Process process = start({"agent"}, {{"MASTER_PORT", port}});
+};
+
 TEST(World, JoinsTheAgentsStore) {
-  const auto port = std::to_string(free_port());
-  auto agent = start({"agent"}, {{"MASTER_PORT", port}});
-  ASSERT_TRUE(agent.wait_for_output("hosting", kPatience)) << agent.output();
+  Agent agent;
   for (const char* attempt : {"0", "1"}) {
     std::vector<Process> ranks;
-    for (const char* rank : {"0", "1"}) {
-      ranks.push_back(start({"sum"}, {{"RANK", rank},
-                                      {"WORLD_SIZE", "2"},
-                                      {"LOCAL_RANK", rank},
-                                      {"MASTER_ADDR", "127.0.0.1"},
-                                      {"MASTER_PORT", port},
-                                      {"TORCHELASTIC_USE_AGENT_STORE", "True"},
-                                      {"TORCHELASTIC_RESTART_COUNT", attempt}}));
-    }
+    for (const int rank : {0, 1}) ranks.push_back(agent.start_rank(rank, {"sum"}, {{"TORCHELASTIC_RESTART_COUNT", attempt}}));
     for (auto& rank : ranks) expect_end(rank, 0, sum_line(3));
   }
-  agent.kill(SIGKILL);
-  EXPECT_EQ(agent.wait(kPatience), 128 + SIGKILL);
+  agent.process.kill(SIGKILL);
+  EXPECT_EQ(agent.process.wait(kPatience), 128 + SIGKILL);
+}
+
+// Connections to a stopped process are accepted, and its answers never come.
+TEST(World, AStoppedStoreIsATimeoutForThoseWhoJoin) {
+  Agent agent;
+  agent.process.kill(SIGSTOP);
+  std::vector<Process> ranks;
+  for (const int rank : {0, 1}) ranks.push_back(agent.start_rank(rank, {"init", "1500"}));
+  for (auto& rank : ranks)
+    expect_end(rank, 3, HasSubstr("TimeoutError: [init_process_group] cannot reach the store at 127.0.0.1:"));
+}
+
+class StoppedStore : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Paths, StoppedStore, ::testing::Values("0", "1"));
+
+TEST_P(StoppedStore, IsATimeoutForThoseWhoMakeAGroup) {
+  Agent agent;
+  const auto go = std::filesystem::path(::testing::TempDir()) / ("go_" + agent.port);
+  std::vector<Process> ranks;
+  for (const int rank : {0, 1}) {
+    ranks.push_back(agent.start_rank(rank, {"sum", "1500"}, {{"AWAIT", go.string()}, {"HP_SAMEHOST", GetParam()}}));
+  }
+  for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for_output("joined", kPatience)) << rank.output();
+  agent.process.kill(SIGSTOP);
+  std::ofstream(go).put('1');
+  for (auto& rank : ranks) {
+    expect_end(rank, 3,
+               AllOf(HasSubstr("TimeoutError: [get_group] cannot connect group dp of 2 ranks within 1.5 s"),
+                     HasSubstr("the host of the store does not answer")));
+  }
+  std::filesystem::remove(go);
 }
 
 TEST(World, OfOneWithoutLauncher) {
