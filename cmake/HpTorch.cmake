@@ -2,6 +2,7 @@
 #
 # Looked for in this order: CMAKE_PREFIX_PATH and Torch_DIR, as in any CMake project; HP_TORCH (variable or environment: a python that
 # has torch, a site-packages folder, or the torch folder of a wheel); HP_TORCH_HINTS (torch folders that the including file knows of).
+# When pip builds our package, the python that installs it is asked in place of the hints.
 # The config file of a CUDA build wants a CUDA toolkit of a fitting release and enables the CUDA language. Nothing here needs either, so
 # the target is made from the libraries of such a build.
 if(TARGET torch)
@@ -21,12 +22,17 @@ function(hp_torch_folder where out)
     set(where "${where}/bin/python")
   endif()
   if(EXISTS "${where}")
-    execute_process(
-      COMMAND "${where}" -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
-      OUTPUT_VARIABLE folder ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE status)
-    if(status EQUAL 0)
-      set(${out} "${folder}" PARENT_SCOPE)
-    endif()
+    # pip's isolated build runs the python that installs, with variables that hide its packages.
+    foreach(hidden "" "--unset=PYTHONPATH;--unset=PYTHONNOUSERSITE")
+      execute_process(
+        COMMAND ${CMAKE_COMMAND} -E env ${hidden} "${where}" -c
+          "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
+        OUTPUT_VARIABLE folder ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE status)
+      if(status EQUAL 0)
+        set(${out} "${folder}" PARENT_SCOPE)
+        return()
+      endif()
+    endforeach()
   endif()
 endfunction()
 
@@ -46,6 +52,11 @@ function(hp_import_torch folder)
 endfunction()
 
 find_path(HP_TORCH_CONFIG_DIR TorchConfig.cmake HINTS "${Torch_DIR}" PATH_SUFFIXES Torch share/cmake/Torch NO_CACHE)
+set(hp_torch_by_pip OFF)
+if(SKBUILD AND "${SKBUILD_PROJECT_NAME}" STREQUAL "hyper_parallel")
+  set(hp_torch_by_pip ON)
+  set(HP_TORCH_HINTS ${Python_EXECUTABLE})
+endif()
 set(HP_TORCH_FOLDER "")
 if(HP_TORCH_CONFIG_DIR)
   get_filename_component(HP_TORCH_FOLDER "${HP_TORCH_CONFIG_DIR}/../../.." ABSOLUTE)
@@ -55,7 +66,21 @@ foreach(hp_where "${HP_TORCH}" "$ENV{HP_TORCH}" ${HP_TORCH_HINTS})
     hp_torch_folder("${hp_where}" HP_TORCH_FOLDER)
   endif()
 endforeach()
-if(NOT HP_TORCH_FOLDER)
+set(hp_torch_version "")
+if(EXISTS "${HP_TORCH_FOLDER}/version.py")
+  file(STRINGS "${HP_TORCH_FOLDER}/version.py" hp_torch_version REGEX "^__version__")
+  string(REGEX REPLACE "^[^']*'([^']*)'.*$" "\\1" hp_torch_version "${hp_torch_version}")
+endif()
+if(hp_torch_by_pip AND NOT hp_torch_version MATCHES "^2\\.13\\.")
+  if(HP_TORCH_FOLDER)
+    set(hp_what "${hp_torch_version} in ${HP_TORCH_FOLDER}")
+  else()
+    set(hp_what "none")
+  endif()
+  message(FATAL_ERROR "hyper_parallel needs torch 2.13 where pip installs it, and ${Python_EXECUTABLE} has ${hp_what}. "
+    "Install torch there first, or say where another one is:\n"
+    "  HP_TORCH=<a python that has torch, or its site-packages/torch folder> pip install .")
+elseif(NOT HP_TORCH_FOLDER)
   message(FATAL_ERROR
     "hyper_parallel needs torch 2.13 and found none. Run tools/setup.sh, which puts it into .venv of the repository, or say where it is:\n"
     "  cmake -DHP_TORCH=<a python that has torch, or its site-packages/torch folder> ...\n"

@@ -5,8 +5,11 @@ from typing import Any
 import torch
 
 class Error(RuntimeError): ...
-class CommError(RuntimeError): ...
-class TimeoutError(CommError): ...
+class CommError(RuntimeError):
+    """Communication failed: a rank has gone, or a connection broke."""
+
+class TimeoutError(CommError):
+    """A rank did not take part in time; the limit is that of the default process group."""
 
 class World:
     def __init__(

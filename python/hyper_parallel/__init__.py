@@ -38,7 +38,9 @@ from .fsdp._wrap import hyper_fully_shard as fully_shard
 from .optim import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 CommError = _C.CommError
+CommError.__doc__ = "Communication failed: a rank has gone, or a connection broke. A RuntimeError."
 TimeoutError = _C.TimeoutError
+TimeoutError.__doc__ = "A rank did not take part in time; the limit is that of the default process group. A CommError."
 
 
 def hsdp_sync_stream() -> None:

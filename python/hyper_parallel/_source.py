@@ -129,7 +129,10 @@ def build_source_shard_info_by_param(
 
 
 def managed_parameters(module: Any, ignored_params: set[nn.Parameter] | None = None) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that fully_shard(module, ignored_params=...) would manage, with the names that they have in the unit. Local."""
+    """The parameters that fully_shard(module, ignored_params=...) would manage, with the names that they have in the unit. Local.
+
+    Raises ValueError: no module, or one that fully_shard refuses for its parameters.
+    """
     collector = Collector({id(parameter) for parameter in ignored_params or ()})
     for member, root in enumerate(outermost(module)[0]):
         collector.collect(root, member)

@@ -79,7 +79,7 @@ def load_full(module: nn.Module, values: Mapping[str, torch.Tensor], strict: boo
     """Copies this rank's parts out of whole parameters that every rank has, casting. For all layouts; buffers are not touched. Local.
 
     Args:
-        values: plain tensors by parameter name below ``module``.
+        values: plain tensors of the whole shape, of any floating dtype, by parameter name below ``module``.
         strict: names must be those of the parameters of units in ``module``; otherwise names that only one side has are passed over.
     Raises ValueError, and changes nothing then: in the middle of a step, a name that is missing or unknown, a wrong shape.
     """

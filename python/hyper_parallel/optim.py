@@ -40,11 +40,11 @@ class FlatOptimizer:
     _optimizer: Any
 
     def step(self) -> None:
-        """Updates every parameter that has a gradient. Local; Muon's is collective over the shard groups."""
+        """Updates every parameter that has a gradient. Local; Muon's is collective over the shard groups and raises CommError."""
         self._optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients and main gradients of all parameters of the tree."""
+        """Clears the gradients and main gradients of all parameters of the tree. Local. Raises ValueError: no bool."""
         check_bool("zero_grad", "set_to_none", set_to_none)
         self._optimizer.zero_grad(set_to_none)
 
@@ -60,7 +60,10 @@ class FlatOptimizer:
 
     @property
     def lrs(self) -> list[float]:
-        """Rates of all groups in their order, then that of all other parameters; with Muon those of its matrices first."""
+        """Rates of all groups in their order, then that of all other parameters; with Muon those of its matrices first.
+
+        Setting them raises ValueError: another number of rates, one that is negative or NaN.
+        """
         return self._optimizer.lrs()
 
     @lrs.setter
@@ -72,7 +75,10 @@ class FlatOptimizer:
         return self._optimizer.state_bytes()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """By parameter name: ``step`` and this rank's parts of the state, which share memory with the optimizer. Local."""
+        """By parameter name: ``step`` and this rank's parts of the state, of the shard's shape and in ``state_dtype``.
+
+        They share memory with the optimizer. Local.
+        """
         return {name: {"step": step, **tensors} for name, step, tensors in self._optimizer.state()}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
@@ -286,6 +292,7 @@ class Ema:
 
     @property
     def swapped(self) -> bool:
+        """Whether the averages are in the model."""
         return self._ema.swapped()
 
     def copy_to(self) -> None:
@@ -293,6 +300,7 @@ class Ema:
         self._ema.copy_to()
 
     def decay_at(self, step: int) -> float:
+        """What ``update(step)`` multiplies the averages by."""
         return self._ema.decay_at(step)
 
     def averages(self) -> dict[str, torch.Tensor]:
@@ -349,6 +357,7 @@ class GradScaler:
         self._scaler.update()
 
     def get_scale(self) -> float:
+        """The factor of the next loss; 1.0 where it is not enabled."""
         return self._scaler.get_scale()
 
     @property
@@ -357,11 +366,13 @@ class GradScaler:
         return self._scaler.found_nonfinite()
 
     def state_dict(self) -> dict[str, float]:
+        """``scale``, and in ``growth_tracker`` the steps since it last changed. Equal on all ranks."""
         scale, growth_tracker = self._scaler.state()
         return {"scale": scale, "growth_tracker": growth_tracker}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Raises ValueError: scale not positive and finite as fp32, growth_tracker negative."""
+        """Takes over what state_dict gave. Raises ValueError: scale not positive and finite as fp32, growth_tracker negative;
+        KeyError: one of them is missing."""
         self._scaler.load_state(float(state["scale"]), int(state["growth_tracker"]))
 
 
@@ -382,10 +393,10 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales all gradients below a sharded module so that their norm over all ranks is at most ``max_norm``.
 
-    Knows units on different meshes, source layouts, main gradients and the ragged layout. Returns the norm before, a plain scalar that
-    is equal on all ranks. Collective over the meshes of the units. Raises ValueError: no sharded module, ``max_norm`` negative,
-    ``norm_type`` not positive, parameters that are DTensors that parallelize_module has cut (torch.nn.utils.clip_grad_norm_ works for
-    those); RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
+    Knows units on different meshes, source layouts, main gradients and the ragged layout. Returns the norm before, a plain scalar
+    of torch's default dtype, equal on all ranks. Collective over the meshes of the units. Raises ValueError: no sharded module,
+    ``max_norm`` negative, ``norm_type`` not positive, parameters that are DTensors that parallelize_module has cut
+    (torch.nn.utils.clip_grad_norm_ works for those); RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
 
     Args:
         plain_parameters: parameters outside of the units (``ignored_params``), equal on all ranks: counted once and scaled alike.
@@ -419,3 +430,17 @@ def clip_grad_value_(module: nn.Module, clip_value: float, *, plain_parameters: 
     """Limits every element of every gradient to [-clip_value, clip_value]. Local. Raises ValueError: no sharded module, negative or NaN."""
     value = number("clip_grad_value_", "clip_value", clip_value)
     _C.clip_grad_value_(unit_of("clip_grad_value_", module), value, list(plain_parameters))
+
+
+__all__ = [
+    "AdamW",
+    "Ema",
+    "FlatOptimizer",
+    "GradScaler",
+    "Muon",
+    "SGD",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+]

@@ -1,6 +1,7 @@
 // The module hyper_parallel._C. What users see, with its documentation, is in python/hyper_parallel.
 #include <chrono>
 #include <map>
+#include <set>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -136,11 +137,17 @@ py::dict to_dict(const fsdp::MemoryUse& use) {
   return result;
 }
 
-/// Calls and bytes of this rank, by group of the tree.
+/// Calls and bytes of this rank, by group of the tree that has other ranks.
 py::dict counters(const PyUnit& unit) {
   std::map<std::string, CommCounters> all;
+  std::set<const void*> seen;
   const auto add = [&](const Comm& comm) {
-    if (comm.defined()) all[comm.name()] = comm.counters();
+    if (!comm.defined() || comm.size() == 1 || !seen.insert(comm.shared_impl().get()).second) return;
+    CommCounters& sum = all[comm.name()];  // groups of several meshes may have the same name
+    const CommCounters own = comm.counters();
+    sum.calls += own.calls;
+    sum.bytes_sent += own.bytes_sent;
+    sum.bytes_received += own.bytes_received;
   };
   for (const fsdp::ShardedGroup& group : unit.handle().groups()) {
     add(group.shard_comm);
@@ -166,7 +173,7 @@ void bind_switches(py::class_<PyUnit, std::shared_ptr<PyUnit>>& unit) {
   unit.def("set_is_last_backward", [](const PyUnit& self, bool last) { self.handle().set_is_last_backward(last); })
       .def("set_unshard_in_backward", [](const PyUnit& self, bool value) { self.handle().set_unshard_in_backward(value); })
       .def("set_post_optim_event",
-           [](const PyUnit& self, const py::object& wait) { self.handle().set_post_optim_event(callback<py::object>(wait)); })
+           [](const PyUnit& self, const py::object& wait) { self.handle().set_post_optim_event(callback<void>(wait)); })
       .def("set_reduce_op_type",
            [](const PyUnit& self, const std::string& op, bool recurse) { self.handle().set_reduce_op_type(op, recurse); })
       .def("set_gradient_scaling_factor",

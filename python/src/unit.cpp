@@ -76,7 +76,7 @@ class BlockNode : public torch::autograd::Node {
     const py::gil_scoped_acquire lock;
     py::object gradient = wrap_tensor(gradients[0]);
     if (!py::isinstance(gradient, names().dtensor_type)) return {gradients[0]};
-    const py::object given = gradient.attr("placements");
+    const py::object given = gradient.attr(names().spec).attr("placements");  // not the property: that is a call of Python
     const py::list placements(spec_.object().attr("placements"));
     for (const std::size_t axis : data_axes_) placements[axis] = given[py::int_(axis)];
     if (!given.equal(py::tuple(placements))) gradient = gradient.attr("redistribute")(spec_.object().attr("mesh"), placements);

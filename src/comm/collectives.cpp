@@ -159,27 +159,32 @@ Work Comm::all_gather_single(const at::Tensor& output, const at::Tensor& input, 
   return std::move(started.work);
 }
 
-Work gather_rows(const Comm& group, const at::Tensor& space, const at::Tensor& input, ReadRow read, const CommOptions& options) {
+Work gather_rows(const Comm& group, std::span<const RowGather> parts, const CommOptions& options) {
   constexpr Op kOp = Op::kAllGather;
   auto& comm = require(group.shared_impl(), op_name(kOp));
-  check_tensor(kOp, "space", space);
-  check_tensor(kOp, "input", input);
-  check_same_dtype(kOp, space, input);
-  check_value(space.numel() == input.numel() * comm.size, op_name(kOp), "space has ", space.numel(), " elements, want ",
-              comm.size, " x ", input.numel(), " (group ", comm.name, ')');
-  const auto nbytes = static_cast<std::int64_t>(input.nbytes());
-  Started started(group.shared_impl(), kOp, nbytes * comm.size, options.label, options.timeout);
+  std::int64_t total = 0;
+  for (const RowGather& part : parts) {
+    check_tensor(kOp, "space", part.space);
+    check_tensor(kOp, "input", part.input);
+    check_same_dtype(kOp, part.space, part.input);
+    check_value(part.space.numel() == part.input.numel() * comm.size, op_name(kOp), "space has ", part.space.numel(),
+                " elements, want ", comm.size, " x ", part.input.numel(), " (group ", comm.name, ')');
+    total += static_cast<std::int64_t>(part.space.nbytes());
+  }
+  Started started(group.shared_impl(), kOp, total, options.label, options.timeout);
   auto& op = *started.op;
   leave_scratch(op);
   op.read_once = true;
-  exchange_rows(op, space, input, 0, nbytes);
-  if (nbytes == 0) return std::move(started.work);
-  for (int r = 0; r < comm.size; ++r) {
-    op.rows.push_back(r == comm.rank || comm.fake ? input.const_data_ptr() : const_at_byte(space, r * nbytes));
+  for (const RowGather& part : parts) {
+    const auto nbytes = static_cast<std::int64_t>(part.input.nbytes());
+    if (nbytes == 0) continue;
+    exchange_rows(op, part.space, part.input, 0, nbytes);
+    ++op.tag_seed;  // each part has tags of its own
+    for (int r = 0; r < comm.size; ++r) {
+      op.rows.push_back(r == comm.rank || comm.fake ? part.input.const_data_ptr() : const_at_byte(part.space, r * nbytes));
+    }
+    op.parts.push_back(part);
   }
-  op.read_row = std::move(read);
-  op.input = input;
-  op.workspace = space;
   return std::move(started.work);
 }
 

@@ -83,13 +83,13 @@ struct Work::Impl {
   std::vector<Message> sends;
   std::vector<Message> late_receives;  ///< second phase of all_reduce, posted with the first
   std::vector<Message> notes;          ///< to receive with the first phase
-  ReadRow read_row;                    ///< gets the rows when all has arrived
+  std::vector<RowGather> parts;        ///< get the rows when all has arrived
   bool reduce = false;                 ///< run `task` over `rows` when all has arrived
   bool read_once = false;              ///< `receives` are rows, numbered by peer, and may stay with them
   bool overwrite = false;              ///< `task` writes where `sends` read
   bool spread = false;                 ///< then send the result (own chunk of `tensor`) to all
   ReduceTask task;
-  std::vector<const void*> rows;
+  std::vector<const void*> rows;                   ///< of the first part, of the next part, ...
   at::Tensor tensor;                               ///< output of a reduction
   at::Tensor workspace;                            ///< received rows
   at::Tensor input;                                ///< own rows

@@ -166,16 +166,21 @@ void Work::Impl::reduce_where_they_are() {
 }
 
 void Work::Impl::hand_out_rows() {
-  const ReadRow read = std::exchange(read_row, nullptr);
-  for (int r = 0; r < comm->size; ++r) {
-    if (r == comm->rank || comm->fake) read(r, rows[static_cast<std::size_t>(r)]);
+  const auto size = static_cast<std::size_t>(comm->size);
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    for (int r = 0; r < comm->size; ++r) {
+      if (r == comm->rank || comm->fake) parts[p].read(r, rows[p * size + static_cast<std::size_t>(r)]);
+    }
   }
-  for (const auto& message : receives) {
+  for (std::size_t m = 0; m < receives.size(); ++m) {
+    const std::size_t p = m / (size - 1);
+    const Message& message = receives[m];
     const void* there = borrow(message);
-    read(message.peer, there != nullptr ? there : rows[static_cast<std::size_t>(message.peer)]);
+    parts[p].read(message.peer, there != nullptr ? there : rows[p * size + static_cast<std::size_t>(message.peer)]);
     comm->transport->give_back(message.handle);
   }
   receives.clear();
+  parts.clear();
   span.finish();
 }
 
@@ -210,7 +215,7 @@ void Work::Impl::run_first_phase(Clock::time_point deadline) {
   wait_for(receives, deadline);
   wait_for(notes, deadline);
   notes.clear();
-  if (read_row) hand_out_rows();
+  if (!parts.empty()) hand_out_rows();
   if (!reduce) receives.clear();
   if (overwrite) {
     wait_for(sends, deadline);
@@ -241,7 +246,7 @@ void Work::Impl::reset() noexcept {
   sends.clear();
   late_receives.clear();
   notes.clear();
-  read_row = nullptr;
+  parts.clear();
   rows.clear();
   reduce = false;
   read_once = false;
@@ -264,7 +269,7 @@ void Work::wait() {
 
 bool Work::advance() {
   if (impl_ == nullptr) return false;
-  if (!impl_->spread && !impl_->read_row) {
+  if (!impl_->spread && impl_->parts.empty()) {
     wait();
     return false;
   }

@@ -118,6 +118,12 @@ std::vector<std::unique_ptr<ParamGroup>> make_groups(const std::string& unit, st
                              : GroupLayout::per_parameter(std::move(draft.shapes), world, alignment);
     groups.push_back(std::make_unique<ParamGroup>(std::move(layout), std::move(draft.slots), std::move(group)));
   }
+  if (!fused || options.bucket_size >= 0) return groups;
+  std::vector<ParamGroup*> together;
+  for (const auto& group : groups) {
+    if (!group->options().replicated) together.push_back(group.get());
+  }
+  if (together.size() > 1) together.front()->gather_together({together.begin() + 1, together.end()});
   return groups;
 }
 

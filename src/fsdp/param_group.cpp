@@ -25,8 +25,9 @@ at::TensorOptions options_of(const std::vector<ParameterSlot>& slots, at::Device
 std::string guard_message(const std::string& unit) {
   return concat(
       "[fully_shard] the parameters of unit ", unit,
-      " are resharded: they were used outside of its forward. Call the module itself (holder(x) or holder->forward(x), not a "
-      "pointer to its Impl), return every tensor that the loss depends on from its forward, or call unshard() first. "
+      " are resharded: they were used outside of its forward and backward. Call the module itself (in C++ holder(x) or "
+      "holder->forward(x), not a pointer to its Impl), keep it until its backward has run, return every tensor that the loss "
+      "depends on from its forward, or call unshard() first. Gradients of gradients are not supported. "
       "set_unshard_in_backward(false) is for units whose backward does not read them.");
 }
 
@@ -257,6 +258,11 @@ void ParamGroup::unpack_row(int rank, const void* row, MemoryPool& pool) {
   if (!unpacks_) return;
   const auto width = static_cast<std::int64_t>(compute_.dtype().itemsize());
   auto* full = static_cast<char*>(full_.flat().mutable_data_ptr());
+  if (layout_.in_place()) {
+    const std::int64_t bytes = layout_.shard_numel() * width;
+    if (full + rank * bytes != row) std::memcpy(full + rank * bytes, row, static_cast<std::size_t>(bytes));
+    return;
+  }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& slice = layout_.slice(i, rank);
     if (slice.numel == 0 || !in_one_piece(i)) continue;
@@ -277,10 +283,9 @@ PendingComm ParamGroup::all_gather(const Comm& comm, const at::Tensor& output, c
 }
 
 void ParamGroup::start_gather(const GatherWay& way, MemoryPool& pool) {
-  if (aliased_) return;
+  if (aliased_ || joined_) return;
   at::NoGradGuard no_grad;
   if (start_mapping(way)) return;
-  const std::int64_t n = layout_.shard_numel();
   regathering_ = has_part_;
   if (has_part_) {
     full_.acquire(pool);
@@ -297,37 +302,58 @@ void ParamGroup::start_gather(const GatherWay& way, MemoryPool& pool) {
     full_.flat().copy_(shard_, /*non_blocking=*/options_.pin_memory);
     return;
   }
-  SwappedBuffer& buffer = layout_.in_place() ? full_ : gathered_;
-  buffer.acquire(pool);
-  reads_rows_ = !layout_.in_place() && !options_.settings->all_gather && compute_.device().is_cpu();
-  unpacks_ = false;
   sent_.wait();
-  sends_shard_ = reads_rows_ && way.map && maps_shard() && master_.device() == compute_.device();
-  // The cast to the compute dtype goes straight into this rank's slice, which is then sent from there.
-  at::Tensor own = buffer.flat().narrow(0, rank_ * n, n);
-  if (sends_shard_) {
-    own = shard_;
-  } else {
-    own.copy_(shard_, /*non_blocking=*/options_.pin_memory);
+  const bool own_way = options_.settings->all_gather || !compute_.device().is_cpu();
+  together_.assign(1, this);
+  for (ParamGroup* group : others_) {
+    if (!own_way && !(way.map && group->can_map())) together_.push_back(group);
   }
+  reads_rows_ = !own_way && (!layout_.in_place() || together_.size() > 1);
   if (!reads_rows_) {
-    gather_ = all_gather(options_.shard_comm, buffer.flat(), own);
+    const RowGather rows = row_gather(false, pool);
+    reads_rows_ = false;
+    gather_ = all_gather(options_.shard_comm, rows.space, rows.input);
     return;
   }
-  const auto read = [this, &pool](int rank, const void* row) { unpack_row(rank, row, pool); };
-  gather_ = gather_rows(options_.shard_comm, buffer.flat(), own, read, {.label = options_.unit});
+  const bool from_shard = way.map && std::all_of(together_.begin(), together_.end(), [](const ParamGroup* group) {
+                            return group->maps_shard() && group->master_.device() == group->compute_.device();
+                          });
+  parts_.clear();
+  for (ParamGroup* group : together_) {
+    parts_.push_back(group->row_gather(from_shard, pool));
+    group->joined_ = group != this;
+  }
+  gather_ = gather_rows(options_.shard_comm, parts_, {.label = options_.unit});
+  parts_.clear();
+}
+
+/// Space for the rows, and what this rank sends. The cast to the compute dtype goes straight into this rank's row.
+RowGather ParamGroup::row_gather(bool from_shard, MemoryPool& pool) {
+  SwappedBuffer& buffer = layout_.in_place() ? full_ : gathered_;
+  buffer.acquire(pool);
+  regathering_ = unpacks_ = false;
+  reads_rows_ = true;
+  sends_shard_ = from_shard;
+  at::Tensor own = shard_;
+  if (!from_shard) {
+    own = buffer.flat().narrow(0, rank_ * layout_.shard_numel(), layout_.shard_numel());
+    own.copy_(shard_, /*non_blocking=*/options_.pin_memory);
+  }
+  return {buffer.flat(), own, [this, &pool](int rank, const void* row) { unpack_row(rank, row, pool); }};
 }
 
 void ParamGroup::finish_gather(MemoryPool& pool) {
-  if (aliased_ || layout_.world() == 1) return;
-  if (mapping_ || layout_.in_place() || regathering_) {
+  if (aliased_ || layout_.world() == 1 || std::exchange(joined_, false)) return;
+  if (mapping_ || regathering_ || (layout_.in_place() && !reads_rows_)) {
     gather_.wait();
     if (std::exchange(mapping_, false)) full_.lend(gathered_slices_.view());
     return;
   }
   at::NoGradGuard no_grad;
-  full_.acquire(pool);
-  unpacks_ = true;
+  for (ParamGroup* group : together_) {
+    if (!group->layout_.in_place()) group->full_.acquire(pool);
+    group->unpacks_ = true;
+  }
   if (sends_shard_) {
     // A peer that is late reads later: nobody waits for it before the shard may change.
     gather_.advance();
@@ -340,11 +366,11 @@ void ParamGroup::finish_gather(MemoryPool& pool) {
     for (int rank = 0; rank < layout_.world(); ++rank)
       unpack_row(rank, rows + rank * layout_.shard_numel() * static_cast<std::int64_t>(compute_.dtype().itemsize()), pool);
   }
-  gathered_.release(pool);
+  for (ParamGroup* group : together_) group->gathered_.release(pool);
 }
 
 void ParamGroup::drop_gather(MemoryPool& pool) {
-  unpacks_ = false;
+  unpacks_ = joined_ = false;
   if (!std::exchange(mapping_, false) && gather_.pending()) gather_.wait();
   gather_ = PendingComm();
   gathered_.release(pool);

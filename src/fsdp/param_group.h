@@ -21,6 +21,7 @@
 #include <hyper_parallel/fsdp/group_layout.h>
 #include <hyper_parallel/fsdp/unit.h>
 
+#include "comm/rows.h"
 #include "fsdp/buffer.h"
 #include "fsdp/source_layout.h"
 #include "fsdp/unwritten.h"
@@ -164,6 +165,9 @@ class ParamGroup {
   /// leaves that were converted from outside are taken over. Local accumulation and gathered copies must be gone.
   void convert(at::ScalarType master, at::ScalarType compute, at::ScalarType reduce);
 
+  /// From now on, what is gathered by rows here is one operation with what is gathered by rows in `others`, whose start_gather
+  /// and finish_gather follow this group's. They have the same shard group.
+  void gather_together(std::vector<ParamGroup*> others) { others_ = std::move(others); }
   /// From the shards, or, after cut(), from the parts that are left.
   void start_gather(const GatherWay& way, MemoryPool& pool);
   void finish_gather(MemoryPool& pool);
@@ -251,6 +255,7 @@ class ParamGroup {
   [[nodiscard]] bool maps_shard() const { return compute_.dtype() == master_.dtype(); }
   [[nodiscard]] std::int64_t slice_bytes() const;
   bool start_mapping(const GatherWay& way);
+  [[nodiscard]] RowGather row_gather(bool from_shard, MemoryPool& pool);
   void build_full_views();
   void rehome();
   void set_dtypes(at::ScalarType compute, at::ScalarType reduce);
@@ -303,10 +308,13 @@ class ParamGroup {
   SwappedBuffer row_;                                              ///< one rank's part of it, wherever that is
   std::vector<std::vector<at::Tensor>> row_sources_, row_places_;  ///< by rank: parts of parameters that lie in several pieces
   PendingComm gather_;
-  bool reads_rows_ = false;   ///< the gather in flight hands out its rows
-  bool unpacks_ = false;      ///< and they are wanted
-  PendingComm sent_;          ///< an earlier one, of which peers may still read this rank's row
-  bool sends_shard_ = false;  ///< it sends this rank's from the shard itself
+  bool reads_rows_ = false;                     ///< the gather in flight hands out its rows
+  bool unpacks_ = false;                        ///< and they are wanted
+  bool joined_ = false;                         ///< it is that of another group
+  std::vector<ParamGroup*> others_, together_;  ///< gather with this one: whenever they can, and now
+  std::vector<RowGather> parts_;                // kept for its capacity
+  PendingComm sent_;                            ///< an earlier one, of which peers may still read this rank's row
+  bool sends_shard_ = false;                    ///< it sends this rank's from the shard itself
   bool has_part_ = false;
   bool regathering_ = false;  ///< the gather in flight joins parts
 

@@ -162,6 +162,9 @@ void Runtime::begin_forward(Unit& unit) {
   if (!agreed_) agree();
   if (depth_++ > 0 || in_backward_) return;
   ++pass_;
+  if (std::exchange(backward_ended_, false)) {
+    for (Unit* each : units_) each->ran = false;
+  }
   forward_order_ = &forward_orders_[unit.index];
   forward_order_->begin();
   visits_.clear();
@@ -169,6 +172,7 @@ void Runtime::begin_forward(Unit& unit) {
 
 void Runtime::look_ahead_forward(Unit& unit) {
   if (in_backward_ || forward_order_ == nullptr) return;
+  unit.ran = true;
   record(unit, /*end=*/false);
   look_ahead(unit.forward_prefetch, forward_order_->visit(unit.index));
 }
@@ -204,9 +208,10 @@ void Runtime::end_forward(bool completed) {
   forward_order_ = nullptr;
 }
 
-/// In forward, the next unit's shards must be what they will be when it runs, and nothing gathered earlier may be left.
+/// In forward, the next unit's shards must be what they will be when it runs, and nothing gathered earlier may be left. In
+/// backward, what no forward has used will not be wanted.
 void Runtime::prefetch(Unit& unit) {
-  if (in_backward_ && !unit.gathers_in_backward()) return;
+  if (in_backward_ && !(unit.ran && unit.gathers_in_backward())) return;
   if (!in_backward_) unit.refresh();
   unit.start_unshard();
 }
@@ -356,6 +361,7 @@ void Runtime::finish_backward() {
   for (Unit* unit : units_) unit->end_backward(completed);
   backward_plan_.finish();
   in_backward_ = false;
+  backward_ended_ = true;
   wait_for_readers();
 }
 

@@ -124,6 +124,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int depth_ = 0;
   std::int64_t pass_ = 0;
   bool in_backward_ = false;
+  bool backward_ended_ = false;                 // and no forward has begun since
   std::map<int, LearnedOrder> forward_orders_;  // by outermost unit
   LearnedOrder* forward_order_ = nullptr;
   BackwardPlan backward_plan_;

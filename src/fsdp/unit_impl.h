@@ -165,6 +165,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   // Bookkeeping of the runtime.
   int index = 0;
   bool awaits_backward = false;      ///< an output that needs a gradient was returned since the last backward
+  bool ran = false;                  ///< in a forward since the first one after the last backward began
   bool owes_reduction = false;       ///< ran a forward with gradients since its last reduction
   bool reduced_in_backward = false;  ///< took part in a reduction of the backward that is running
   bool awaits_install = false;       ///< its flat gradients hold reductions that the leaves have not been given

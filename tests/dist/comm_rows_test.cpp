@@ -51,11 +51,44 @@ TEST_P(Rows, AGatherHandsOutEachRowOnce) {
             ++seen[static_cast<std::size_t>(r)];
             std::memcpy(result.narrow(0, r * n, n).data_ptr(), row, input.nbytes());
           };
-          gather_rows(comm, space, input, read).wait();
+          gather_rows(comm, std::vector<RowGather>{{space, input, read}}).wait();
           EXPECT_EQ(seen, std::vector<int>(seen.size(), n > 0 ? 1 : 0));
           for (int r = 0; r < world; ++r) EXPECT_TRUE(result.narrow(0, r * n, n).equal(values(r, n, type))) << n << " of " << r;
           EXPECT_EQ(comm.counters().calls - before.calls, 1);
           EXPECT_EQ(comm.counters().bytes_sent - before.bytes_sent, (world - 1) * static_cast<std::int64_t>(input.nbytes()));
+        }
+      }
+    }
+  });
+}
+
+// Equal and different sizes and dtypes, one of them empty, in one operation; then another, whose messages must not meet these.
+TEST_P(Rows, SeveralTensorsAreOneOperation) {
+  on_ranks([](const Comm& comm, int rank, int world) {
+    const std::vector<std::pair<std::int64_t, torch::Dtype>> kinds{
+        {5000, torch::kFloat}, {0, torch::kFloat}, {5000, torch::kFloat}, {kLarge, torch::kBFloat16}, {3, torch::kByte}};
+    for (int round = 0; round < 3; ++round) {
+      std::vector<RowGather> parts;
+      std::vector<Tensor> results;
+      std::int64_t bytes = 0;
+      for (std::size_t p = 0; p < kinds.size(); ++p) {
+        const auto [n, type] = kinds[p];
+        const Tensor input = values(rank + static_cast<int>(p) + round, n, type);
+        bytes += static_cast<std::int64_t>(input.nbytes());
+        const Tensor result = results.emplace_back(torch::zeros({n * world}, type));
+        const auto read = [result, width = input.nbytes()](int r, const void* row) {
+          std::memcpy(static_cast<char*>(result.data_ptr()) + static_cast<std::size_t>(r) * width, row, width);
+        };
+        parts.push_back({torch::empty({n * world}, type), input, read});
+      }
+      const CommCounters before = comm.counters();
+      gather_rows(comm, parts).wait();
+      EXPECT_EQ(comm.counters().calls - before.calls, 1);
+      EXPECT_EQ(comm.counters().bytes_sent - before.bytes_sent, (world - 1) * bytes);
+      for (std::size_t p = 0; p < kinds.size(); ++p) {
+        const auto [n, type] = kinds[p];
+        for (int r = 0; r < world; ++r) {
+          EXPECT_TRUE(results[p].narrow(0, r * n, n).equal(values(r + static_cast<int>(p) + round, n, type))) << p << " of " << r;
         }
       }
     }
@@ -76,7 +109,7 @@ TEST_P(Rows, AGatherMeetsAPlainOne) {
         const auto read = [&](int r, const void* row) {
           std::memcpy(result.narrow(0, r * n, n).data_ptr(), row, input.nbytes());
         };
-        gather_rows(comm, torch::empty({n * world}), input, read).wait();
+        gather_rows(comm, std::vector<RowGather>{{torch::empty({n * world}), input, read}}).wait();
       }
       EXPECT_TRUE(result.equal(want)) << "plain on rank " << plain;
     }
@@ -137,7 +170,7 @@ TEST(RowsAlone, ADryRunHasItsOwn) {
   const Comm comm = Comm::fake(1, 3);
   const Tensor input = values(1, 4, torch::kFloat), result = torch::zeros({12});
   const auto read = [&](int r, const void* row) { std::memcpy(result.narrow(0, r * 4, 4).data_ptr(), row, input.nbytes()); };
-  gather_rows(comm, torch::empty({12}), input, read).wait();
+  gather_rows(comm, std::vector<RowGather>{{torch::empty({12}), input, read}}).wait();
   EXPECT_TRUE(result.equal(input.repeat({3})));
   const Tensor notes = notes_of(1, 3, 2), output = torch::zeros({4});
   reduce_scatter_with_notes(comm, output, result, notes).wait();
@@ -147,7 +180,9 @@ TEST(RowsAlone, ADryRunHasItsOwn) {
 TEST(RowsAlone, WhatDoesNotFitIsRefused) {
   const Comm comm = Comm::fake(0, 2);
   const auto nothing = [](int, const void*) {};
-  EXPECT_EQ(value_error([&] { gather_rows(comm, torch::zeros({7}), torch::zeros({4}), nothing).wait(); }),
+  EXPECT_EQ(value_error([&] {
+              gather_rows(comm, std::vector<RowGather>{{torch::zeros({7}), torch::zeros({4}), nothing}}).wait();
+            }),
             "[all_gather_single] space has 7 elements, want 2 x 4 (group fake)");
   EXPECT_EQ(value_error([&] {
               reduce_scatter_with_notes(comm, torch::zeros({4}), torch::zeros({8}), torch::zeros({3}, torch::kByte)).wait();

@@ -20,12 +20,15 @@
 namespace hyper_parallel::testing {
 namespace {
 
-/// Groups of a unit by what they take part in: one that stays whole on every rank is neither gathered nor scattered.
+/// Groups of a unit by what they take part in: one that stays whole on every rank is neither gathered nor scattered. Gathers of
+/// several groups are one.
 struct UnitSize {
   int gathered = 0, scattered = 0, all_reduced = 0;
 };
 
-std::map<std::string, UnitSize> sizes_of(const Net& net) {
+std::map<std::string, UnitSize> sizes_of(const Net& net, const FullyShardOptions& options, bool maps) {
+  const bool ragged = options.shard_layout == ShardLayout::kRagged;
+  const bool together = (ragged ? !maps : options.comm_fusion) && options.bucket_size < 0;
   std::map<std::string, UnitSize> sizes;
   const std::vector<HSDPModule> units = {HSDPModule::of(net->u1), HSDPModule::of(net->u2->inner), HSDPModule::of(net->u2),
                                          HSDPModule::of(net->u3), HSDPModule::of(net->u4),        HSDPModule::of(net)};
@@ -34,7 +37,7 @@ std::map<std::string, UnitSize> sizes_of(const Net& net) {
       UnitSize& size = sizes[unit.name()];
       const bool cut = group.shard_comm.size() > 1;
       const bool replicated = group.replicate_comm.defined() && group.replicate_comm.size() > 1;
-      size.gathered += cut ? 1 : 0;
+      size.gathered += cut && !(together && size.gathered > 0) ? 1 : 0;
       size.scattered += cut && group.trainable ? 1 : 0;
       size.all_reduced += replicated && group.trainable ? 1 : 0;
     }
@@ -133,8 +136,8 @@ TEST_P(CollectiveCount, IsThatOfTheTable) {
       }
       if (rank == 0) counted[static_cast<std::size_t>(step)] = calls() - before;
     }
-    if (rank == 0) sizes = sizes_of(net);
     if (rank == 0) maps = root.memory_use().copies > 0;
+    if (rank == 0) sizes = sizes_of(net, options, maps);
   });
   recording.stop();
   const std::vector<Counts> steps = traced_counts(folder.file("t-0.json"));
@@ -245,10 +248,13 @@ std::vector<Case> schedules() {
                  }});
   // Its output is not part of the loss: zeros, because other ranks may have gradients for it.
   all.push_back({.name = "OneUnitUnused", .net = {.drop_last = true}});
-  all.push_back({.name = "FrozenParameters", .before_wrapping = [](const Net& net) {
-                   net->u1->a->weight.set_requires_grad(false);
-                   net->u2->q->bias.set_requires_grad(false);
-                 }});
+  const auto freeze = [](const Net& net) {
+    net->u1->a->weight.set_requires_grad(false);
+    net->u2->q->bias.set_requires_grad(false);
+  };
+  all.push_back({.name = "FrozenParameters", .before_wrapping = freeze});
+  all.push_back({.name = "FrozenParametersRagged", .options = {.shard_layout = ShardLayout::kRagged}, .before_wrapping = freeze});
+  all.push_back({.name = "FrozenParametersBucketed", .options = {.bucket_size = 500}, .before_wrapping = freeze});
   all.push_back({.name = "Held",
                  .step =
                      [](const Net& net, const HSDPModule& root) {

@@ -251,11 +251,14 @@ TEST(TensorParallelTraffic, OneAllReduceForReplicasAndCopies) {
         before[key] = entry.first.flight_record().empty() ? 0 : static_cast<int64_t>(entry.first.flight_record().back().sequence);
       root.zero_grad();
       step();
-      // gathers: two for each group of the blocks, one for the root's, which stay; one reduce-scatter each
+      // gathers: two for the groups of a block together, one for those of the root, which stay; one reduce-scatter for each group
       std::map<const void*, int64_t> want;
-      for (TpBlock& block : net->blocks)
-        for (const auto& group : HSDPModule::of(block).groups(false)) want[&group.shard_comm.impl()] += 3;
-      for (const auto& group : root.groups(false)) want[&group.shard_comm.impl()] += 2;
+      const auto expect = [&](const HSDPModule& unit, int64_t gathers) {
+        want[&unit.groups(false).front().shard_comm.impl()] += gathers;
+        for (const auto& group : unit.groups(false)) want[&group.shard_comm.impl()] += 1;
+      };
+      for (TpBlock& block : net->blocks) expect(HSDPModule::of(block), 2);
+      expect(root, 1);
       for (auto& [key, entry] : scatters) EXPECT_EQ(entry.first.counters().calls, want.at(key));
       for (auto& [key, entry] : all_reduces) {
         int64_t count = 0;

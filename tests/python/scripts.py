@@ -25,6 +25,13 @@ def weights(model):
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
+def layouts(model, of=lambda parameter: parameter):
+    """Where parameters are, or their gradients, as tensors: what comparisons know."""
+    dtensors = {name: of(parameter) for name, parameter in model.named_parameters()}
+    texts = {name: f"{p.device_mesh.mesh_dim_names} {p.placements} {tuple(p.to_local().shape)}" for name, p in dtensors.items()}
+    return {name: torch.tensor(list(text.encode())) for name, text in texts.items()}
+
+
 def mesh_of(world, hybrid):
     if hybrid:
         return init_device_mesh("cpu", (hybrid, world // hybrid), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -280,7 +287,10 @@ def tensor_parallel(api, rank, world, dtype=None, hybrid=False):
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     wrap(api, model, mesh=mesh[names[:-1]] if hybrid else mesh["dp_shard"], mp_policy=policy(api, dtype))
-    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), rank // parts)
+    began = layouts(model)
+    steps = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), rank // parts)
+    loss_on(model, rank // parts, len(steps)).backward()
+    return [began, *steps, layouts(model, lambda parameter: parameter.grad)]
 
 
 class Even(Net):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F
 
 from models import DIM, batch, build, loss_of
-from scripts import Record, policy
+from scripts import Record, layouts, policy
 
 HIDDEN = 24
 
@@ -47,13 +47,8 @@ def mesh_of(shape, names):
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def layouts(model):
-    """Where parameters are, as tensors: what comparisons know."""
-    texts = {name: f"{p.device_mesh.mesh_dim_names} {p.placements} {tuple(p.to_local().shape)}" for name, p in model.named_parameters()}
-    return {name: torch.tensor(list(text.encode())) for name, text in texts.items()}
-
-
-def one_mesh(api, rank, world, shape=(), names=(), shard=None, replicate=None, dtype=None, dim=None, micro_batches=1):
+def one_mesh(api, rank, world, shape=(), names=(), shard=None, replicate=None, dtype=None, dim=None, micro_batches=1,
+             optimizer_type=torch.optim.AdamW):
     mesh = mesh_of(shape, names)
     model = nn.Sequential(build(Mlp), build(Mlp, seed=8))
     distributed(model, mesh, names.index("tp") if "tp" in names else None)
@@ -63,7 +58,7 @@ def one_mesh(api, rank, world, shape=(), names=(), shard=None, replicate=None, d
     for part in model:
         api.fully_shard(part, **options)
     api.fully_shard(model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    optimizer = optimizer_type(model.parameters(), lr=1e-2, foreach=False)
     data = [name != "tp" for name in names]
     placements = [Shard(0) if is_data else Replicate() for is_data in data]
     place = sum(10**i * c for i, (c, is_data) in enumerate(zip(mesh.get_coordinate(), data)) if is_data)

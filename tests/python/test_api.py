@@ -1,5 +1,9 @@
 """The surface: what fully_shard does to a module, what it refuses, and the methods of a sharded module."""
 import dataclasses
+import datetime
+import os
+import signal
+import time
 from collections import OrderedDict
 
 import pytest
@@ -12,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import hyper_parallel as hp
 import hyper_parallel.fsdp as ours
 from models import DIM, Block, Net, Pair, build
-from ranks import run_ranks
-from scripts import mesh_of, whole, wrap
+from ranks import Ranks, run_ranks
+from scripts import loss_on, mesh_of, whole, wrap
 
 
 def refused(error, *parts):
@@ -134,6 +138,58 @@ def other_methods(rank, world):
 
 def test_other_methods_as_forward():
     run_ranks(2, other_methods)
+
+
+class AnyArguments(Block):
+    def forward(self, *args, **kwargs):
+        return super().forward(args[0]) * kwargs.get("factor", 1.0) + sum(args[1:])
+
+
+class NoTensor(Block):
+    """Makes its own input, from a number, a name, or nothing."""
+
+    def forward(self, rows=2, *, kind="ones"):
+        return super().forward(getattr(torch, kind)(rows, DIM))
+
+
+def replaced_forward(module):
+    def forward(x, *, shift):
+        return type(module).forward(module, x) + module.scale * shift
+
+    module.forward = forward
+    return module
+
+
+def forwards(rank, world):
+    x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(1))
+    variants = [(AnyArguments, [((x,), {}), ((x, 1.0, x), {"factor": 2.0, "unused": None})]),
+                (NoTensor, [((), {}), ((3,), {"kind": "zeros"}), ((), {"rows": 1})]),
+                (lambda: replaced_forward(Block()), [((x,), {"shift": 2.0})])]
+    for make, calls in variants:
+        model, plain = build(make), build(make)
+        ours.fully_shard(model, mesh=mesh_of(world, 0), reshard_after_forward=True)
+        for args, kwargs in calls:
+            got, want = model(*args, **kwargs), plain(*args, **kwargs)
+            torch.testing.assert_close(got, want)
+            assert isinstance(model.scale, DTensor)
+            got.square().sum().backward()
+            want.square().sum().backward()
+        for (name, parameter), reference in zip(model.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(whole(parameter.grad), reference.grad, msg=name)
+        with pytest.raises((TypeError, IndexError, AttributeError)):
+            model(nonsense=1)
+        torch.testing.assert_close(model(*calls[0][0], **calls[0][1]), plain(*calls[0][0], **calls[0][1]))
+
+    # Replaced once it is a unit, and taken back.
+    model, plain = build(Block), replaced_forward(build(Block))
+    replaced_forward(ours.fully_shard(model, mesh=mesh_of(world, 0), reshard_after_forward=True))
+    torch.testing.assert_close(model(x, shift=1.0), plain(x, shift=1.0))
+    del model.forward, plain.forward
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_variants_of_forward():
+    run_ranks(2, forwards)
 
 
 @dataclasses.dataclass
@@ -343,3 +399,56 @@ def flipped_gradients(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_are_the_users(world):
     run_ranks(world, flipped_gradients)
+
+
+# When a rank fails.
+
+
+def dies(rank, world, samehost, where):
+    hp.init_process_group(samehost=samehost)
+    model = wrap(ours, build(), mesh=mesh_of(world, 0))
+    loss_on(model, rank, 0).backward()
+    if rank == 2 and where == "forward":
+        model.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL), prepend=True)
+    elif rank == 2:
+        model.blocks[1].up.register_full_backward_hook(lambda *_: os._exit(1))
+    # What it had begun to send may or may not arrive. What a backward raises is a RuntimeError once autograd hands it on.
+    error, op = (hp.CommError, "all_gather") if where == "forward" else (RuntimeError, "(all_gather|reduce_scatter)")
+    with refused(error, rf"\[{op}_single\] peer rank 2 \(global 2\)", r"unit blocks\.\d, group dp_shard"):
+        loss_on(model, rank, 1).backward()
+    with refused(hp.CommError, "group dp_shard is broken by an earlier failure", op, "peer rank 2"):
+        loss_on(model, rank, 2)
+    assert issubclass(hp.CommError, RuntimeError)
+
+
+@pytest.mark.parametrize("samehost,where", [(True, "forward"), (False, "backward")])
+def test_a_rank_that_dies(samehost, where):
+    ranks = Ranks(3, 3, "gloo")
+    try:
+        _, failures = ranks.run(dies, (samehost, where), 60)
+    finally:
+        ranks.close(kill=True)
+    assert failures == ["rank 2 died"], "\n".join(failures)
+
+
+def stops(rank, world, folder):
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=4), dist.group.WORLD)
+    model = wrap(ours, build(), mesh=mesh_of(world, 0))
+    loss_on(model, rank, 0).backward()
+    seen = os.path.join(folder, "seen")
+    if rank == 1:
+        while not os.path.exists(seen):
+            time.sleep(0.05)
+        return
+    assert issubclass(hp.TimeoutError, hp.CommError)
+    try:
+        text = r"\[all_gather_single\] no answer from peer rank 1 \(global 1\) within 4 s"
+        with refused(hp.TimeoutError, text, "unit Net, group dp_shard"):
+            loss_on(model, rank, 1)
+    finally:
+        open(seen, "w").close()
+
+
+def test_a_rank_that_does_not_come(tmp_path):
+    run_ranks(2, stops, str(tmp_path), alone=True)

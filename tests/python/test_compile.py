@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import hyper_parallel.fsdp as ours
-from compare import check_steps
+from compare import EQUAL, check_steps
 from models import DIM, Net, batch, build, loss_of
 from ranks import run_ranks
 from scripts import Record, mesh_of, policy, wrap
@@ -69,19 +69,22 @@ def train(api, rank, world, what, dtype=None):
     return record.steps, graphs
 
 
-def equal_and_bounded(rank, world, what, dtype, tolerance):
+def equal_and_bounded(rank, world, what, dtype, tolerance, eager_tolerance):
     got, graphs = train(ours, rank, world, what, dtype)
-    check_steps(got, train(ours, rank, world, "eager", dtype)[0], tolerance, tolerance)
+    check_steps(got, train(ours, rank, world, "eager", dtype)[0], **eager_tolerance)
     want, theirs_graphs = train(theirs, rank, world, what, dtype)
-    check_steps(got, want, tolerance, tolerance)
+    check_steps(got, want, **tolerance)
     # Something was compiled, blocks share it, and nothing is compiled again after the first step.
     assert 1 <= graphs[0] <= max(theirs_graphs[0], 2) and graphs == [graphs[0]] * STEPS
 
 
 @pytest.mark.parametrize("what", ["inside", "unit", "after", "model"])
 def test_compiled_with_inductor(what):
-    run_ranks(2, equal_and_bounded, what, None, 1e-5, seconds=300)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5}
+    run_ranks(2, equal_and_bounded, what, None, tolerance, tolerance, seconds=300)
 
 
 def test_compiled_with_inductor_in_bf16():
-    run_ranks(2, equal_and_bounded, "unit", torch.bfloat16, 2e-2, seconds=300)
+    # Kernels of inductor round to bf16 less often than those of single operations: FSDP2's results move by as much, 1.5% of the
+    # largest.
+    run_ranks(2, equal_and_bounded, "unit", torch.bfloat16, EQUAL, {"atol": 0.0, "rtol": 0.0, "of_largest": 2.5e-2}, seconds=300)

@@ -5,7 +5,7 @@ import torch.distributed.fsdp as theirs
 
 import hyper_parallel.fsdp as ours
 import scripts
-from compare import check_steps, compare
+from compare import BF16, check_steps, compare
 from ranks import run_ranks
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
@@ -49,14 +49,13 @@ def test_hsdp(reshard):
     compare(4, scripts.dense, hybrid=2, reshard=reshard)
 
 
-# FSDP2 rounds sums of bf16 gradients elsewhere than we do, so weights drift in the last digits of bf16.
 @WORLDS
 def test_mixed_precision(world):
-    compare(world, scripts.dense, dtype=torch.bfloat16, atol=2e-2, rtol=2e-2, optimizer_type=torch.optim.SGD)
+    compare(world, scripts.dense, optimizer_type=torch.optim.SGD, **BF16)
 
 
 def test_mixed_precision_hsdp():
-    compare(4, scripts.dense, dtype=torch.bfloat16, hybrid=2, atol=2e-2, rtol=2e-2, optimizer_type=torch.optim.SGD)
+    compare(4, scripts.dense, hybrid=2, optimizer_type=torch.optim.SGD, **BF16)
 
 
 @WORLDS
@@ -65,7 +64,8 @@ def test_accumulation(world):
 
 
 def test_accumulation_in_bf16():
-    compare(2, scripts.accumulation, dtype=torch.bfloat16, atol=2e-2, rtol=2e-2)
+    compare(2, scripts.accumulation, **BF16)
+    compare(4, scripts.accumulation, hybrid=2, by="all_reduce", **BF16)
 
 
 @pytest.mark.parametrize("by", ["sync", "all_reduce", "last"])
@@ -124,7 +124,7 @@ def test_a_list_of_modules(world):
     compare(world, scripts.one_list)
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "atol": 2e-2, "rtol": 2e-2}, {"hybrid": True}], ids=["fp32", "bf16", "hsdp"])
+@pytest.mark.parametrize("options", [{}, BF16, {"hybrid": True}], ids=["fp32", "bf16", "hsdp"])
 def test_tensor_parallel(options):
     compare(4, scripts.tensor_parallel, **options)
 

@@ -47,7 +47,7 @@ def thawed(rank, world):
                     parameter.grad = part if parameter.grad is None else parameter.grad + part
         assert set(reduced) == {torch.float32}
         assert all(parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in model.parameters())
-        check(model, plain, "grad", atol=2e-2, rtol=2e-2)
+        check(model, plain, "grad", atol=1e-6, rtol=1e-5)
         for parameter in [*model.parameters(), *plain.parameters()]:
             parameter.grad = None
 
@@ -78,11 +78,11 @@ def two_dtypes(rank, world, trains):
         model(rows(rank, step)).square().mean().backward()
         torch.stack([plain(rows(other, step)).square().mean() for other in range(world)]).mean().backward()
         assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
-        check(model, plain, "grad", atol=5e-3, rtol=2e-2)
+        check(model, plain, "grad", atol=1e-3, rtol=8e-3)  # one process adds up in bf16
         for each in (optimizer, reference):
             each.step()
             each.zero_grad()
-        check(model, plain, "value", atol=5e-3, rtol=2e-2)
+        check(model, plain, "value", atol=1e-3, rtol=8e-3)
     torch.testing.assert_close(whole(model.adapter.weight), plain.adapter.weight.detach(), atol=2e-3, rtol=1e-3)
     moved = [not torch.equal(whole(p), q) for p, q in zip(model.parameters(), build(Adapted).parameters())]
     assert moved == [trains, trains, True, True]

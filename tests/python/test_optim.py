@@ -57,6 +57,68 @@ def test_flat_optimizers(world, hybrid, kind):
     run_ranks(world, optimizers, kind, hybrid)
 
 
+def choices(rank, world, kind):
+    """maximize, state_dtype: the numbers of torch's, and what the state is kept in."""
+    make = {"sgd": (hp.optim.SGD, torch.optim.SGD, {"momentum": 0.9}), "adamw": (hp.optim.AdamW, torch.optim.AdamW, {})}[kind]
+    sizes = {}
+    for dtype, tolerance in [(None, 1e-5), (torch.float64, 1e-5), (torch.bfloat16, 2e-3)]:
+        model, plain = wrap(hp, build(), mesh=mesh_of(world, 0)), build()
+        optimizer = make[0](model, lr=0.01, maximize=True, state_dtype=dtype, **make[2])
+        reference = make[1](plain.parameters(), lr=0.01, maximize=True, **make[2])
+        for number in range(3):
+            step(model, rank, number)
+            reference_step(plain, world, number)
+            optimizer.step(), reference.step(), optimizer.zero_grad(), reference.zero_grad()
+        check_equal(model, plain, atol=tolerance, rtol=1e-4)
+        for name, entry in optimizer.state_dict().items():
+            assert {value.dtype for key, value in entry.items() if key != "step"} == {dtype or torch.float32}, name
+        sizes[dtype] = optimizer.state_bytes()
+    assert sizes[torch.float64] == 2 * sizes[None] == 4 * sizes[torch.bfloat16] > 0
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_directions_and_dtypes_of_states(kind):
+    run_ranks(2, choices, kind)
+
+
+def masters(rank, world, kind, dtype):
+    """Steps that are smaller than a parameter's last digit: lost without master weights, and kept with them."""
+    digit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    ours, theirs = {"sgd": (hp.optim.SGD, torch.optim.SGD), "adamw": (hp.optim.AdamW, torch.optim.AdamW),
+                    "muon": (hp.optim.Muon, None)}[kind]
+    model = wrap(hp, build(blocks=1).to(dtype), mesh=mesh_of(world, 0))
+    ones = model.blocks[0].scale
+    step(model, rank, 0)
+    # The largest step is a quarter of the last digit of a number just below 1.
+    lr = digit / 4 / (whole(ones.grad).abs().max().item() if kind == "sgd" else 1.0)
+    sizes = []
+    for kept in (False, True):
+        more = {"adamw": {"lr": lr, "weight_decay": 0.0, "master_weights": kept}} if kind == "muon" else {}
+        optimizer = ours(model, lr=lr, weight_decay=0.0, master_weights=kept, **more)
+        wide = {name: nn.Parameter(value.float()) for name, value in weights(model).items()}
+        reference = theirs(wide.values(), lr=lr, weight_decay=0.0) if theirs else None
+        for _ in range(6):
+            model.zero_grad()
+            step(model, rank, 0)
+            for name, value in gradients(model).items():
+                wide[name].grad = value.float()
+            optimizer.step(), reference and reference.step()
+        assert torch.equal(whole(ones), torch.ones_like(whole(ones))) != kept
+        masters = [entry["master"] for entry in optimizer.state_dict().values() if "master" in entry]
+        assert len(masters) == (len(wide) if kept else 0) and all(master.dtype == torch.float32 for master in masters)
+        sizes.append(optimizer.state_bytes() - sum(master.nbytes for master in masters))
+    assert sizes[0] == sizes[1]
+    if reference:
+        for name, value in weights(model).items():
+            torch.testing.assert_close(value.float(), wide[name].detach(), atol=1e-6, rtol=digit, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "muon"])
+def test_master_weights(kind, dtype):
+    run_ranks(2, masters, kind, dtype)
+
+
 def muon(rank, world, layout):
     model, plain = build(), build()
     for part in [*model.blocks, model]:
@@ -75,7 +137,15 @@ def muon(rank, world, layout):
     if layout == "per_parameter":
         # torch orthogonalizes in bf16.
         check_equal(model, plain, atol=5e-3, rtol=5e-2)
-    return [whole(value) for value in model(batch(0, 0)[0]).detach()]
+    result = model(batch(0, 0)[0]).detach()
+    other = hp.optim.Muon(model, not_matrices=others, state_dtype=torch.bfloat16, adamw={"state_dtype": torch.float64})
+    step(model, 0, 2)
+    other.step()
+    shapes = {name: parameter.ndim for name, parameter in plain.named_parameters()}
+    for name, entry in other.state_dict().items():
+        want = torch.bfloat16 if shapes[name] == 2 and name not in others else torch.float64
+        assert {value.dtype for key, value in entry.items() if key != "step"} == {want}, name
+    return result
 
 
 def test_muon():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -215,18 +216,45 @@ def test_arguments_of_other_types():
     run_ranks(1, wrong_types)
 
 
+FSDP1 = {"BackwardPrefetch", "CPUOffload", "FullOptimStateDictConfig", "FullStateDictConfig", "FullyShardedDataParallel",
+         "LocalOptimStateDictConfig", "LocalStateDictConfig", "MixedPrecision", "OptimStateDictConfig", "OptimStateKeyType",
+         "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
+         "StateDictType"}
+
+
+def same_signature(got, want, name):
+    """Names, kinds and defaults of parameters; a policy that is a default is the same one by its fields."""
+    def described(function):
+        return [(p.name, p.kind, repr(p.default)) for p in inspect.signature(function).parameters.values()]
+
+    assert described(got) == described(want), name
+
+
 def test_names_and_signatures_are_those_of_torch():
-    missing = {name for name in dir(theirs.FSDPModule) if not name.startswith("_")} - set(dir(ours.FSDPModule))
-    assert not missing
-    for name in dir(theirs.FSDPModule):
-        if name.startswith("_"):
+    names = set(theirs.__all__) - FSDP1
+    assert names == set(theirs._fully_shard.__all__) and names <= set(ours.__all__)
+    own = set(ours.__all__) - names
+    assert own == {"replicate", "ReplicateModule"}
+    for name in names:
+        got, want = getattr(ours, name), getattr(theirs, name)
+        assert inspect.isclass(got) == inspect.isclass(want), name
+        if not inspect.isclass(want):
+            same_signature(got, want, name)
             continue
-        want = list(inspect.signature(getattr(theirs.FSDPModule, name)).parameters)
-        assert list(inspect.signature(getattr(ours.FSDPModule, name)).parameters) == want, name
-    assert list(inspect.signature(ours.fully_shard).parameters) == list(inspect.signature(theirs.fully_shard).parameters)
-    for name in ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"]:
-        want = {field.name: field.default for field in dataclasses.fields(getattr(theirs, name))}
-        assert {field.name: field.default for field in dataclasses.fields(getattr(ours, name))} == want
+        members = {member for member in dir(want) if not member.startswith("_")}
+        assert members <= set(dir(got)), name
+        for member in members:
+            if callable(getattr(want, member)):
+                same_signature(getattr(got, member), getattr(want, member), f"{name}.{member}")
+            else:
+                assert isinstance(inspect.getattr_static(got, member), type(inspect.getattr_static(want, member))), f"{name}.{member}"
+        assert dataclasses.is_dataclass(got) == dataclasses.is_dataclass(want), name
+        if dataclasses.is_dataclass(want):
+            same_signature(got, want, name)
+            fields = [[(f.name, f.default) for f in dataclasses.fields(cls)] for cls in (got, want)]
+            assert fields[0] == fields[1] and got.__dataclass_params__.frozen == want.__dataclass_params__.frozen, name
+            assert got.__dataclass_params__.eq == want.__dataclass_params__.eq, name
+    same_signature(ours.replicate, replicate_with_fsdp.replicate, "replicate")
 
 
 def test_policies_are_values():
@@ -234,7 +262,12 @@ def test_policies_are_values():
     assert pickle.loads(pickle.dumps(policy)) == policy and policy != ours.MixedPrecisionPolicy()
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.param_dtype = None
-    assert pickle.loads(pickle.dumps(ours.CPUOffloadPolicy(pin_memory=False))) == ours.CPUOffloadPolicy(pin_memory=False)
+    values = [policy, ours.MixedPrecisionPolicy(), ours.OffloadPolicy(), ours.CPUOffloadPolicy(), ours.CPUOffloadPolicy(pin_memory=False),
+              hp.MixedPrecisionPolicy(), hp.MixedPrecisionPolicy(apply_grad_on_fp32_main_grad=True), hp.MemoryBudget(1), hp.MemoryBudget(2),
+              ours.DataParallelMeshDims(shard="dp"), ours.DataParallelMeshDims(shard=("dp", "cp"), replicate="rep")]
+    for i, value in enumerate(values):
+        for again in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):
+            assert type(again) is type(value) and [again == other for other in values] == [i == j for j in range(len(values))], value
 
 
 def test_without_a_process_group_there_is_a_world_of_one():
@@ -251,3 +284,63 @@ def world_of_one(rank, world):
     model = ours.fully_shard(build(Block))
     model(torch.ones(2, DIM)).sum().backward()
     return model.up.weight.device_mesh.size()
+
+
+class Halved(torch.Tensor):
+    """Gathers half of what it is, like a tensor that travels in another format."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.as_subclass(torch.Tensor) / 2,), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        return None if out is not None else (outputs[0] * 2, outputs)
+
+
+class Tagged(torch.Tensor):
+    fsdp_post_all_gather = None
+
+
+class Elsewhere(torch.Tensor):
+    """Its values are in another tensor."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    def __init__(self, values):
+        self.values = values
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        def plain(x):
+            return x.values if isinstance(x, Elsewhere) else x
+
+        result = function(*map(plain, args), **{key: plain(value) for key, value in (kwargs or {}).items()})
+        return Elsewhere(result) if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default) else result
+
+
+def subclasses(rank, world):
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    values = torch.full((2, 3), 2.0)
+    over = nn.Parameter(DTensor.from_local(values, mesh["tp"], [Replicate()], run_check=False))
+    over._local_tensor = values.as_subclass(Halved)
+    for given, text in [(values.as_subclass(Halved), "Halved, whose fsdp_pre_all_gather"),
+                        (over, "Halved, whose fsdp_pre_all_gather"),
+                        (values.as_subclass(Tagged), "Tagged, whose fsdp_post_all_gather"),
+                        (Elsewhere(values), "Elsewhere, whose __torch_dispatch__")]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2, bias=False))
+        weight = model[1].weight = given if given is over else nn.Parameter(given)
+        model.append(ours.fully_shard(nn.Linear(2, 2), mesh=mesh["dp"]))
+        for api in (ours.fully_shard, hp.fully_shard, ours.replicate):
+            with refused(ValueError, text, "is not called here", "parameter 1.weight"):
+                api(model, mesh=mesh["dp"])
+        assert type(model) is nn.Sequential and not model._forward_pre_hooks and model[1].weight is weight
+        assert not any(isinstance(parameter, DTensor) for parameter in model[0].parameters())
+        ours.fully_shard(model, mesh=mesh["dp"], ignored_params={weight})
+        assert model[1].weight is weight and isinstance(model[0].weight, DTensor)
+        if given is not over:
+            assert model(torch.ones(1, 3)).shape == (1, 2)
+
+
+def test_tensors_that_say_how_they_are_gathered():
+    run_ranks(2, subclasses)

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 import hyper_parallel as hp
 import hyper_parallel.fsdp as ours
 import ranks
-from compare import compare
+from compare import BF16, compare
 from ranks import run_ranks
 from scripts import Record, mesh_of, policy, weights
 
@@ -80,7 +80,7 @@ def test_steps_hsdp():
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_steps_in_bf16(kind):
-    compare(2, train, kind=kind, dtype=torch.bfloat16, atol=2e-3, rtol=2e-2, optimizer=torch.optim.SGD)
+    compare(2, train, kind=kind, optimizer=torch.optim.SGD, **BF16)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

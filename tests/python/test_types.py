@@ -1,8 +1,12 @@
-"""Annotations of the package and of the examples, and the stub of the built module."""
+"""Annotations of the package and of the examples, the stub of the built module, and what every public name says of itself."""
+import inspect
 import os
 import pathlib
 import subprocess
 import sys
+
+import hyper_parallel
+import hyper_parallel.fsdp
 
 HERE = pathlib.Path(__file__).parent
 SOURCE = pathlib.Path(os.environ["HP_SOURCE"])
@@ -26,3 +30,25 @@ def test_stub_of_the_built_module():
     out = run("mypy.stubtest", "hyper_parallel._C", "--mypy-config-file", HERE / "stubtest.ini",
               "--allowlist", HERE / "stubtest_allowed.txt")
     assert "no issues found in 1 module" in out
+
+
+def undocumented(name, value):
+    """Names of ours without a docstring of their own: dataclasses write one, and methods inherit theirs."""
+    if not (getattr(value, "__module__", None) or "").startswith("hyper_parallel") and not inspect.ismodule(value):
+        return
+    text = (vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__) or ""
+    if not text.strip() or text.startswith(f"{name.split('.')[-1]}("):
+        yield name
+    if inspect.isclass(value):
+        for member, each in vars(value).items():
+            function = each.fget if isinstance(each, property) else each
+            if not member.startswith("_") and inspect.isroutine(function) and not (function.__doc__ or "").strip():
+                yield f"{name}.{member}"
+
+
+def test_public_names_have_docstrings():
+    modules = [hyper_parallel, hyper_parallel.fsdp, hyper_parallel.optim, hyper_parallel.trace]
+    names = [(f"{module.__name__}.{name}", getattr(module, name)) for module in modules for name in module.__all__]
+    assert len(names) > 60
+    missing = {each for name, value in names for each in undocumented(name, value)}
+    assert not missing, sorted(missing)

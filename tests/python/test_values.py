@@ -39,6 +39,8 @@ class Resettable(Net):
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+            elif isinstance(module, Block):
+                nn.init.uniform_(module.scale)
 
 
 def meta_start(rank, world, hybrid):
@@ -64,6 +66,29 @@ def meta_start(rank, world, hybrid):
 @pytest.mark.parametrize("world,hybrid", [(1, 0), (2, 0), (4, 2)])
 def test_meta_start(world, hybrid):
     run_ranks(world, meta_start, hybrid)
+
+
+def started_by_torch(api, rank, world, hybrid):
+    with torch.device("meta"):
+        model = Resettable()
+    wrap(api, model, mesh=mesh_of(world, hybrid)).to_empty(device="cpu")
+    torch.manual_seed(11 + rank % (world // max(hybrid, 1)))  # torch fills each rank's part from its own generator
+    model.reset_parameters()
+    began = weights(model)
+    return began, train(model, rank, torch.optim.AdamW(model.parameters(), lr=1e-2), 3), weights(model)
+
+
+def reset_by_torch(rank, world, hybrid):
+    got, want = (started_by_torch(api, rank, world, hybrid) for api in (ours, theirs))
+    check_equal(got[0], want[0], atol=0, rtol=0)
+    assert got[0]["blocks.0.norm.weight"].eq(1).all() and got[0]["blocks.1.up.weight"].std() > 0.1
+    torch.testing.assert_close(got[1], want[1])
+    check_equal(got[2], want[2])
+
+
+@pytest.mark.parametrize("world,hybrid", [(1, 0), (2, 0), (4, 2)])
+def test_meta_start_with_reset_parameters(world, hybrid):
+    run_ranks(world, reset_by_torch, hybrid)
 
 
 def forgotten_values(rank, world):
@@ -107,6 +132,31 @@ def converted(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_conversion(world):
     run_ranks(world, converted)
+
+
+def halves(rank, world):
+    """fp16 parameters: FSDP2's numbers, whether the model was converted before fully_shard or by .half() after it."""
+    steps = []
+    for api, early in [(theirs, True), (ours, True), (ours, False)]:
+        model = build().half() if early else build()
+        wrap(api, model, mesh=mesh_of(world, 0))
+        if not early:
+            assert model.half() is model
+        tokens, targets = batch(rank, 0)
+        logits = model(tokens)
+        loss_of(logits, targets).backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert {logits.dtype, *(each.dtype for each in [*model.parameters(), *grads.values()])} == {torch.float16}
+        assert all(isinstance(grad, DTensor) for grad in grads.values())
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        grads = {f"grad {name}": whole(grad) for name, grad in grads.items()}
+        steps.append({"logits": logits.detach(), **grads, **weights(model)})
+    check_equal(steps[1], steps[0], atol=1e-4, rtol=2e-3)
+    check_equal(steps[2], steps[1], atol=0, rtol=0)
+
+
+def test_half_precision():
+    run_ranks(2, halves)
 
 
 def loaded(rank, world, assign, form):

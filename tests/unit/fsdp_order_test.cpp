@@ -33,8 +33,9 @@ TEST(LearnedOrder, ChangeIsNoticedAndLearned) {
   LearnedOrder order;
   pass(order, {0, 1, 2});
   EXPECT_EQ(pass(order, {0, 2, 1}), (std::vector<std::optional<int>>{1, {}, {}}));
+  EXPECT_EQ(pass(order, {0, 2, 1}), (std::vector<std::optional<int>>{{}, {}, {}})) << "not two in a row yet";
   EXPECT_EQ(pass(order, {0, 2, 1}), (std::vector<std::optional<int>>{2, 1, {}}));
-  pass(order, {0});
+  EXPECT_EQ(pass(order, {0}), (std::vector<std::optional<int>>{2})) << "who knows that it ends here";
   EXPECT_EQ(pass(order, {0, 2}), (std::vector<std::optional<int>>{{}, {}}));
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
@@ -76,12 +77,25 @@ class Collector:
             managed = True
             slot = self._by_id.get(id(parameter))
             if slot is None:
+                _refuse_subclasses(parameter, prefix + name)
                 slot = Slot(prefix + name, parameter, member, parameter.shape, parameter.requires_grad)
                 self._by_id[id(parameter)] = slot
                 self.slots.append(slot)
             slot.places.append((module._parameters, name))
         if managed:
             self.modules.append(module)
+
+
+def _refuse_subclasses(parameter: nn.Parameter, name: str) -> None:
+    """Those whose values are not in the tensor's own memory, or that FSDP2 would ask what to gather and what to make of it."""
+    inner: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    cls = type(inner)
+    what = [hook for hook in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(inner, hook)]
+    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        what.append("__torch_dispatch__")
+    if what:
+        raise ValueError(f"[{OP}] the parameter is a {cls.__name__}, whose {what[0]} is not called here, want a plain tensor, a DTensor "
+                         f"over one, or the parameter among ignored_params (parameter {name})")
 
 
 def outermost(module: Any) -> tuple[list[nn.Module], bool]:

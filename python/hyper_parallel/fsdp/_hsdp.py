@@ -38,7 +38,10 @@ class HSDPModule(FSDPModule):
     """HyperParallel's methods, and those of the engine that FSDP2 has no names for."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: gradients are reduced over the shard group only, and kept, until a backward runs with True; without replicas, too."""
+        """False: gradients are reduced over the shard group only, and kept, until a backward runs with True.
+
+        Holds without replicas, too. Raises ValueError: no bool.
+        """
         check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         self._set("set_requires_all_reduce", requires_all_reduce, recurse)
 
@@ -58,23 +61,26 @@ class HSDPModule(FSDPModule):
         self._set_own("set_gradient_scaling_factor", value)
 
     def set_gradient_divide_factor(self, factor: float | None, recurse: bool = False) -> None:
-        """Gradients are divided by it instead of by the number of ranks; None: not any more. Raises ValueError: zero or not finite."""
+        """Gradients are divided by it instead of by the number of ranks; None: not any more.
+
+        Raises ValueError: no number, zero, not finite.
+        """
         value = None if factor is None else number("set_gradient_divide_factor", "factor", factor)
         self._set("set_gradient_divide_factor", value, recurse)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None, recurse: bool = False) -> None:
-        """See FSDPModule; None takes the hook away. Raises ValueError: a stream."""
+        """See FSDPModule; None takes the hook away. Raises ValueError: a stream, no function."""
         super().set_all_reduce_hook(hook, stream=stream)  # type: ignore[arg-type]
         self._set("set_all_reduce_hook", hook, recurse)
 
     def set_custom_all_gather(self, comm: Callable[..., Any] | None) -> None:
-        """See FSDPModule; None restores the engine's. Raises ValueError: gradients are in flight."""
+        """See FSDPModule; None restores the engine's. Raises ValueError: nothing that can be called, gradients are in flight."""
         if comm is not None:
             return super().set_custom_all_gather(comm)
         self._restore("set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Callable[..., Any] | None) -> None:
-        """See FSDPModule; None restores the engine's. Raises ValueError: gradients are in flight."""
+        """See FSDPModule; None restores the engine's. Raises ValueError: nothing that can be called, gradients are in flight."""
         if comm is not None:
             return super().set_custom_reduce_scatter(comm)
         self._restore("set_custom_reduce_scatter")
@@ -84,12 +90,12 @@ class HSDPModule(FSDPModule):
         self._hyper_parallel_state.switches.pop(name, None)
 
     def reset_iter_state(self, recursive: bool = True) -> None:
-        """See FSDPModule; with ``recursive=False`` this unit only."""
+        """See FSDPModule; with ``recursive=False`` this unit only. Raises ValueError: no bool; CommError."""
         check_bool("reset_iter_state", "recursive", recursive)
         self._unit.reset_iter_state(recursive)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, and main gradients as well. Local."""
+        """As torch's, and main gradients as well. Local. Raises ValueError: no bool."""
         check_bool("zero_grad", "set_to_none", set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]
         self._unit.zero_grad(set_to_none)
@@ -123,6 +129,7 @@ class HSDPModule(FSDPModule):
         Args:
             local_accumulation: some backwards run with ``set_requires_gradient_sync(False)``.
             partial_accumulation: some backwards run with ``set_requires_all_reduce(False)``.
+        Raises ValueError: no bool.
         """
         check_bool("plan_memory", "local_accumulation", local_accumulation)
         check_bool("plan_memory", "partial_accumulation", partial_accumulation)

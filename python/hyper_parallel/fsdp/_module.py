@@ -86,7 +86,8 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this unit and registers them in place of the shards, until ``reshard`` or the end of a backward.
 
-        Collective over the shard group. Returns a handle to wait on with ``async_op``, else None. Raises CommError.
+        Collective over the shard group. Returns a handle to wait on with ``async_op``, else None.
+        Raises ValueError: no bool; CommError.
         """
         check_bool("unshard", "async_op", async_op)
         handle = self._unit.unshard(async_op)
@@ -100,23 +101,29 @@ class FSDPModule:
         """Drops what an aborted iteration left behind in the whole tree: gathers and reductions in flight, unreduced gradients.
 
         ``.grad`` stays. Collective if communication was in flight. After an exception in a backward the next forward does it by
-        itself; nothing is left after one in a forward.
+        itself; nothing is left after one in a forward. Raises CommError.
         """
         self._unit.reset_iter_state(True)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: the end of backward does not wait for reductions; the next backward with True does. For the whole tree."""
+        """False: the end of backward does not wait for reductions; the next backward with True does. For the whole tree.
+
+        Raises ValueError: no bool.
+        """
         check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
         self._set_own("set_is_last_backward", is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: backward keeps full local gradients, without communication, until a backward runs with True."""
+        """False: backward keeps full local gradients, without communication, until a backward runs with True.
+
+        Raises ValueError: no bool.
+        """
         check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
         self._set("set_requires_gradient_sync", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: gradients are reduced over the shard group only, and kept, until a backward runs with True. Without replicas nothing
-        changes."""
+        changes. Raises ValueError: no bool."""
         check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         check_bool("set_requires_all_reduce", "recurse", recurse)
         for state in _states(cast(nn.Module, self), recurse):
@@ -130,7 +137,10 @@ class FSDPModule:
         self._set("set_reshard_after_forward", reshard_after_forward, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """False: parameters stay gathered after a backward that completes no gradients, for the next forward."""
+        """False: parameters stay gathered after a backward that completes no gradients, for the next forward.
+
+        Raises ValueError: no bool.
+        """
         check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
         self._set("set_reshard_after_backward", reshard_after_backward, recurse)
 
@@ -142,20 +152,21 @@ class FSDPModule:
         self._prefetch("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Likewise in backward."""
+        """Likewise in backward. Raises ValueError: no list of sharded modules."""
         self._prefetch("set_modules_to_backward_prefetch", modules)
 
     def set_custom_all_gather(self, comm: Callable[..., Any]) -> None:
         """``comm(output_tensor, input_tensor, group, async_op=True)`` gathers this unit; returns a Work, or None when it is done.
 
         ``output_tensor`` [W * n] and ``input_tensor`` [n], a part of it, have the compute dtype; they are ours, so that
-        ``comm.allocate`` is not called. Raises ValueError: gradients are in flight.
+        ``comm.allocate`` is not called. Raises ValueError: nothing that can be called, gradients are in flight.
         """
         self._set_own("set_custom_all_gather", _starter("set_custom_all_gather", self._hyper_parallel_state, comm))
 
     def set_custom_reduce_scatter(self, comm: Callable[..., Any]) -> None:
         """``comm(output_tensor, input_tensor, group, op, async_op=True)`` sums the gradients of this unit. ``op`` is always SUM;
-        averages are taken afterwards. ``input_tensor`` [W * n] has one row for each rank, ``output_tensor`` is [n]."""
+        averages are taken afterwards. ``input_tensor`` [W * n] has one row for each rank, ``output_tensor`` is [n]; both have the
+        reduce dtype. Raises ValueError: nothing that can be called, gradients are in flight."""
         start = _starter("set_custom_reduce_scatter", self._hyper_parallel_state, comm, dist.ReduceOp.SUM)
         self._set_own("set_custom_reduce_scatter", start)
 
@@ -169,18 +180,24 @@ class FSDPModule:
         self._set_own("set_all_reduce_hook", hook, False)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The next forward waits for ``event`` (``synchronize()``, or a function that is called) before it reads the shards."""
+        """The next forward waits for ``event`` (``synchronize()``, or a function that is called) before it reads the shards.
+
+        Raises ValueError: neither.
+        """
         wait = getattr(event, "synchronize", event)
         if not callable(wait):
             raise ValueError(f"[set_post_optim_event] event is {type(event).__name__}, want one with synchronize(), or a function")
         self._unit.set_post_optim_event(wait)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """This unit's gradients are divided by it instead of by the number of ranks. Raises ValueError: zero or not finite."""
+        """This unit's gradients are divided by it instead of by the number of ranks.
+
+        Raises ValueError: no number, zero, not finite.
+        """
         self._set_own("set_gradient_divide_factor", number("set_gradient_divide_factor", "factor", factor), False)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of set_gradient_divide_factor."""
+        """The old name of set_gradient_divide_factor. Raises as that does."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -191,7 +208,7 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """False: a unit that ran forward and got no gradient is left out of the reduction instead of taking part with zeros.
 
-        Only right when it gets none on every rank. The default here is True.
+        Only right when it gets none on every rank. The default here is True. Raises ValueError: no bool.
         """
         check_bool("set_reduce_scatter_unused_params", "reduce_scatter_unused_params", reduce_scatter_unused_params)
         self._set("set_reduce_scatter_unused_params", reduce_scatter_unused_params, recurse)
@@ -213,7 +230,10 @@ class FSDPModule:
         check_bool("set_separate_reduce_scatter_group", "recurse", recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: the backward of this unit does not read its parameters (an embedding), so they are not gathered for it."""
+        """False: the backward of this unit does not read its parameters (an embedding), so they are not gathered for it.
+
+        Set already for a unit that is one ``nn.Embedding``. Raises ValueError: no bool.
+        """
         check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         self._set_own("set_unshard_in_backward", unshard_in_backward)
 

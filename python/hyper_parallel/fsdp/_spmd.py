@@ -31,10 +31,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
+        """``shard`` as a tuple, empty for None."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
+        """``replicate`` as a tuple, empty for None."""
         return _names(self.replicate)
 
 

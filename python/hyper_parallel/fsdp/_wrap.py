@@ -332,8 +332,11 @@ def fully_shard(
             all parameters are DTensors on it, with Replicate on those axes; afterwards they are DTensors on the same mesh.
     Returns:
         ``module``, whose class is now a subclass of FSDPModule.
-    Raises ValueError, and leaves the module as it was: no module, wrapped before, a mesh that does not fit, a parameter on another
-    device, of another unit, or a DTensor whose mesh is no other part of the same one.
+    Raises, and leaves the module as it was:
+        ValueError: no module, wrapped before, an argument of another type or out of range, a mesh that does not fit, a parameter
+            on another device, of another unit, of a class with ``fsdp_pre_all_gather``, ``fsdp_post_all_gather`` or
+            ``__torch_dispatch__``, or a DTensor whose mesh is no other part of the same one.
+        TypeError: ``ignored_params`` has something that is no tensor.
 
     Collective among the ranks of the mesh the first time that it is used.
     """
@@ -371,7 +374,7 @@ def replicate(
         dp_mesh_dims: only ``replicate`` may be set.
     Returns:
         ``module``, whose class is now a subclass of ReplicateModule; its parameters are DTensors with Replicate.
-    Raises ValueError, and leaves the module as it was.
+    Raises what fully_shard raises, and ValueError for axes that shard; leaves the module as it was then.
 
     Collective among the ranks of the mesh the first time that it is used.
     """
@@ -417,6 +420,13 @@ def hyper_fully_shard(
             if they differ), or "broadcast" (the first replica's are sent to the others).
     Returns:
         ``module``, whose class is now a subclass of HSDPModule.
+    Raises, and leaves the module as it was, what hyper_parallel.fsdp.fully_shard raises, and:
+        ValueError: ``comm_fusion_zero_copy`` or ``bucket_size`` without ``comm_fusion``, ``bucket_size`` 0, ``threshold`` below 0,
+            another ``shard_layout`` or ``replica_init``, DTensors in the ragged layout, ``source_shard_infos`` that lack a
+            parameter, have another one, or do not fit.
+        TypeError: ``replicate_params`` has something that is no tensor.
+
+    Collective among the ranks of the mesh the first time that it is used.
     """
     if comm_fusion_zero_copy is not None:
         check_bool(OP, "comm_fusion_zero_copy", comm_fusion_zero_copy)
