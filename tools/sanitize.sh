@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 preset=$1
 shift
 
-comm="comm_reduce comm_collectives comm_failure comm_samehost fsdp_map"
+comm="comm_reduce comm_rows comm_collectives comm_failure comm_samehost fsdp_map"
 case $preset in
   asan)
     tests="$comm mesh_groups fsdp_equivalence fsdp_switches fsdp_changes fsdp_options fsdp_contract fsdp_field fsdp_meta fsdp_load
