@@ -200,6 +200,7 @@ std::shared_ptr<PyUnit> PyUnit::make(const std::string& name, const std::vector<
     slot.parameter = slots[i].parameter;
     slot.member = slots[i].member;
     slot.make_leaf = [&, i](const at::Tensor& sharded) -> std::shared_ptr<fsdp::ParameterLeaf> {
+      const py::gil_scoped_acquire lock;
       Slot& own = unit->slots_[i];
       own.sharded = Ref(wrap_tensor(sharded));
       py::object parameter = wrap(i, own.sharded.object());
@@ -214,7 +215,11 @@ std::shared_ptr<PyUnit> PyUnit::make(const std::string& name, const std::vector<
   for (const auto& [child, paths] : children) inner.push_back({child->handle_.unit(), paths});
   check_value(!torch::jit::tracer::isTracing(), "fully_shard", "unit ", name, " is made under torch.jit.trace, want it before");
 
-  unit->handle_ = fsdp::UnitHandle(fsdp::make_unit(name, std::move(parameters), options, inner, members));
+  {
+    // It may wait for other ranks, and ask a store that is written in Python, on another thread.
+    const py::gil_scoped_release unlocked;
+    unit->handle_ = fsdp::UnitHandle(fsdp::make_unit(name, std::move(parameters), options, inner, members));
+  }
   for (std::size_t i = 0; i < slots.size(); ++i) {
     Slot& own = unit->slots_[i];
     own.gathered = Ref(wrap_tensor(slots[i].parameter));

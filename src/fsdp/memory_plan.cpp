@@ -123,9 +123,18 @@ class Replay {
   void finish(Unit& unit) {
     if (at(unit).state == State::kUnsharded) return;
     start(unit);
-    for (auto& group : at(unit).groups) {
-      group.full.take(pool_);
-      group.gathered.give(pool_);
+    auto& groups = at(unit).groups;
+    for (auto first = groups.begin(); first != groups.end(); ++first) {
+      // What was received together is copied to its places together; a part comes back by itself.
+      const bool alone = !first->size.together || first->full.held;
+      const auto end = alone ? std::next(first) : groups.end();
+      const auto joins = [&](const GroupReplay& group) { return alone || group.size.together; };
+      for (auto group = first; group != end; ++group) {
+        if (joins(*group)) group->full.take(pool_);
+      }
+      for (auto group = first; group != end; ++group) {
+        if (joins(*group)) group->gathered.give(pool_);
+      }
     }
     at(unit).state = State::kUnsharded;
   }

@@ -65,6 +65,7 @@ struct GroupFootprint {
   MemoryPool::Use receive_use = MemoryPool::Use::kData;
   bool staged = false;      ///< every reduction goes through `partial`
   bool replicated = false;  ///< has replicas: `exchange` is needed
+  bool together = false;    ///< gathers in one operation with others of the unit that say so
   bool custom = false;      ///< reduces by the user's own means: `exchange` is needed for results that are added to parked ones
   bool trainable = false;
 };
@@ -167,7 +168,10 @@ class ParamGroup {
 
   /// From now on, what is gathered by rows here is one operation with what is gathered by rows in `others`, whose start_gather
   /// and finish_gather follow this group's. They have the same shard group.
-  void gather_together(std::vector<ParamGroup*> others) { others_ = std::move(others); }
+  void gather_together(std::vector<ParamGroup*> others) {
+    others_ = std::move(others);
+    for (ParamGroup* group : others_) group->follows_ = true;
+  }
   /// From the shards, or, after cut(), from the parts that are left.
   void start_gather(const GatherWay& way, MemoryPool& pool);
   void finish_gather(MemoryPool& pool);
@@ -311,6 +315,7 @@ class ParamGroup {
   bool reads_rows_ = false;                     ///< the gather in flight hands out its rows
   bool unpacks_ = false;                        ///< and they are wanted
   bool joined_ = false;                         ///< it is that of another group
+  bool follows_ = false;                        ///< as it is whenever it can
   std::vector<ParamGroup*> others_, together_;  ///< gather with this one: whenever they can, and now
   std::vector<RowGather> parts_;                // kept for its capacity
   PendingComm sent_;                            ///< an earlier one, of which peers may still read this rank's row

@@ -148,6 +148,8 @@ GroupFootprint ParamGroup::footprint(bool map) const {
   if (part_.defined()) size.part = bytes(part_.flat().numel(), options_.compute_dtype);
   if (!aliased_ && !layout_.in_place()) size.gathered = bytes(rows, options_.compute_dtype);
   size.gathered_use = gathered_use();
+  size.together =
+      (follows_ || !others_.empty()) && !(map && can_map()) && !options_.settings->all_gather && compute_.device().is_cpu();
   if (alone()) return size;
   size.wire = bytes(rows, wire_dtype_);
   if (accum_dtype_differs_) size.accumulation = bytes(rows, options_.reduce_dtype);

@@ -272,6 +272,8 @@ void Unit::start_hold(std::string_view op) {
   runtime_->wait_for_optimizer();
   follow_module();
   refresh();
+  // Between passes an optimizer may have written to the shards, and no new pass tells so.
+  if (!held && !kept_ && runtime_->idle()) reshard();
   for (auto& group : groups_) group->check_memory(op);
   leave_mapping();
   by_hand_ = true;

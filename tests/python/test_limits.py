@@ -1,5 +1,6 @@
 """What docs/guide/python.md says of the edges: what works, what fails and with which words, and that torch is left as it is."""
 import copy
+import datetime
 import gc
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
@@ -187,3 +189,41 @@ print("left alone", len(before))
 def test_torch_is_left_as_it_is():
     result = subprocess.run([sys.executable, "-c", LEFT_ALONE], capture_output=True, text=True, timeout=120, env=dict(os.environ))
     assert result.returncode == 0 and "left alone" in result.stdout, result.stdout + result.stderr
+
+
+class OwnStore(dist.Store):
+    """A store in Python: who asks it needs the interpreter's lock."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def set(self, key, value):
+        self.inner.set(key, value)
+
+    def get(self, key):
+        return self.inner.get(key)
+
+    def add(self, key, value):
+        return self.inner.add(key, value)
+
+    def check(self, keys):
+        return self.inner.check(keys)
+
+    def wait(self, keys, *timeout):
+        return self.inner.wait(keys, *timeout)
+
+
+def own_store(rank, world, folder):
+    store = OwnStore(dist.FileStore(os.path.join(folder, "own"), world))
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=datetime.timedelta(seconds=60))
+    # Groups of the mesh, and one that is made for what is left after forward.
+    model = ours.fully_shard(nn.Linear(5, 3), mesh=mesh_of(world, 2), reshard_after_forward=True)
+    model(torch.ones(2, 5)).sum().backward()
+    model = ours.fully_shard(nn.Linear(5, 3), mesh=mesh_of(world, 0), reshard_after_forward=2)
+    model(torch.ones(2, 5)).sum().backward()
+    assert model.bias.grad.full_tensor().tolist() == [2.0] * 3
+
+
+def test_a_store_in_python(tmp_path):
+    run_ranks(4, own_store, str(tmp_path), backend=None, alone=True)

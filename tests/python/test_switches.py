@@ -1,5 +1,6 @@
 """Switches of a sharded module and options of fully_shard at work: what is gathered and sent, in which order, and the numbers."""
 import json
+import os
 
 import pytest
 import torch
@@ -368,3 +369,52 @@ def fusion(rank, world):
 
 def test_fusion():
     run_ranks(2, fusion)
+
+
+def kept_over_an_update(rank, world, where):
+    """What stayed gathered is older than what an optimizer has written since."""
+    model = ours.fully_shard(nn.Linear(3, 3, bias=False), mesh=mesh_of(world, 0))
+    if where == "backward":
+        model.set_reshard_after_backward(False)
+    (shard,) = model.parameters()
+    loss = model(torch.ones(1, 3)).sum()
+    if where == "backward":
+        loss.backward()
+    with torch.no_grad():
+        shard.fill_(7.0)
+    model.unshard()
+    assert torch.equal(model.weight, torch.full((3, 3), 7.0))
+    assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 3), 21.0))
+    model.reshard()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_unshard_gathers_what_is_there_now(where):
+    run_ranks(2, kept_over_an_update, where)
+
+
+class Mixture(nn.Module):
+    """Frozen and trained parameters of two dtypes in one unit."""
+
+    def __init__(self):
+        super().__init__()
+        for size, dtype, trains in ((30001, torch.float32, False), (15001, torch.float64, False), (11, torch.float32, True)):
+            self.register_parameter(f"p{size}", nn.Parameter(torch.randn(size).to(dtype), requires_grad=trains))
+
+    def forward(self, x):
+        return sum((parameter * parameter * x.sum()).mean().float() for parameter in self.parameters())
+
+
+def planned_pool(rank, world, path):
+    os.environ["HP_SAMEHOST"] = path
+    model = hp.fully_shard(Mixture(), mesh=mesh_of(world, 0))
+    planned = model.plan_memory()
+    for _ in range(3):
+        model(torch.ones(3)).backward()
+        model.zero_grad()
+    assert model.memory_use() == planned
+
+
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_memory_of_units_that_gather_several_groups_is_as_planned(path):
+    run_ranks(2, planned_pool, path, alone=True)
