@@ -77,7 +77,7 @@ def ratios(training, host):
         **{f"samehost_{dtype}": value for dtype, value in speed.items()},
         **{f"limit_{dtype}": columns[OURS]["step_ms"] / columns[LIMIT]["step_ms"] for dtype, columns in training.items()},
         "dense_memory": fp32[OURS]["pss_mib"] / fp32[GLOO]["pss_mib"],
-        "host_2": host["2"][OURS]["total"],
+        **{f"host_{world}": summary[OURS]["total"] for world, summary in host.items() if world != "1"},
     }
 
 
