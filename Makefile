@@ -65,7 +65,7 @@ bench-ckpt: configure
 	@cmake --build $(BUILD) -j $(JOBS) --target ckpt_bench
 	@bench/ckpt.py --build $(BUILD) $(BENCH_ARGS)
 
-# For PYTHONPATH; pip install --no-build-isolation . makes and installs a wheel.
+# For PYTHONPATH; pip install . makes and installs a wheel.
 python: configure
 	@cmake --build $(BUILD) -j $(JOBS) --target hp_python
 

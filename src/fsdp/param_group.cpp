@@ -311,7 +311,6 @@ void ParamGroup::start_gather(const GatherWay& way, MemoryPool& pool) {
   reads_rows_ = !own_way && (!layout_.in_place() || together_.size() > 1);
   if (!reads_rows_) {
     const RowGather rows = row_gather(false, pool);
-    reads_rows_ = false;
     gather_ = all_gather(options_.shard_comm, rows.space, rows.input);
     return;
   }
@@ -321,6 +320,7 @@ void ParamGroup::start_gather(const GatherWay& way, MemoryPool& pool) {
   parts_.clear();
   for (ParamGroup* group : together_) {
     parts_.push_back(group->row_gather(from_shard, pool));
+    group->reads_rows_ = true;
     group->joined_ = group != this;
   }
   gather_ = gather_rows(options_.shard_comm, parts_, {.label = options_.unit});
@@ -332,7 +332,6 @@ RowGather ParamGroup::row_gather(bool from_shard, MemoryPool& pool) {
   SwappedBuffer& buffer = layout_.in_place() ? full_ : gathered_;
   buffer.acquire(pool);
   regathering_ = unpacks_ = false;
-  reads_rows_ = true;
   sends_shard_ = from_shard;
   at::Tensor own = shard_;
   if (!from_shard) {

@@ -20,6 +20,17 @@ class Block(nn.Module):
         return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Scaled(Block):
+    """With a parameter that has no dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
 class Net(nn.Module):
     """Embedding, blocks, head; sizes that no world divides."""
 

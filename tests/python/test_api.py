@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hyper_parallel as hp
 import hyper_parallel.fsdp as ours
-from models import DIM, Block, Net, Pair, build
+from models import DIM, Block, Net, Pair, Scaled, build
 from ranks import Ranks, run_ranks
 from scripts import loss_on, mesh_of, whole, wrap
 
@@ -55,15 +55,6 @@ def becomes_dtensors(rank, world):
 @pytest.mark.parametrize("world", [1, 3])
 def test_parameters_are_dtensors_over_one_flat_shard(world):
     run_ranks(world, becomes_dtensors)
-
-
-class Scaled(Block):
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        return super().forward(x) * self.factor
 
 
 def hybrid_placements(rank, world):

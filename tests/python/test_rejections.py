@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import hyper_parallel.fsdp as ours
 import spmd_scripts
-from models import DIM, Block, build
+from models import DIM, Block, Scaled, build
 from ranks import run_ranks
 from scripts import mesh_of, whole
 
@@ -75,6 +75,13 @@ def sharded(api, world, **options):
 
 def blocks():
     return nn.Sequential(build(Block), build(Block, seed=8))
+
+
+def shard_blocks(api, model, world):
+    """Each block a unit, and both together."""
+    for part in [*model, model]:
+        api.fully_shard(part, mesh=mesh_of(world, 0))
+    return model
 
 
 # Arguments.
@@ -155,18 +162,9 @@ def other_meshes_by_parameter(api, rank, world):
 # Parameters.
 
 
-class Scalar(Block):
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x):
-        return super().forward(x) * self.factor
-
-
 @case(ValueError, "scalar parameters", None)
 def a_scalar(api, rank, world):
-    shard_and_train(api, Scalar, rank, world)
+    shard_and_train(api, Scaled, rank, world)
 
 
 class Transposed(nn.Module):
@@ -235,9 +233,7 @@ def offloaded_on_the_meta_device(api, rank, world):
 def tied_across_units(api, rank, world):
     model = blocks()
     model[1].up.weight = model[0].up.weight
-    for part in model:
-        api.fully_shard(part, mesh=mesh_of(world, 0))
-    api.fully_shard(model, mesh=mesh_of(world, 0))
+    shard_blocks(api, model, world)
     model(torch.ones(2, DIM))
 
 
@@ -405,10 +401,7 @@ def unrelated_meshes(api, rank, world):
 
 @case(RuntimeError, "root module first", None)
 def inner_forward_first(api, rank, world):
-    model, plain = blocks(), blocks()
-    for part in model:
-        api.fully_shard(part, mesh=mesh_of(world, 0))
-    api.fully_shard(model, mesh=mesh_of(world, 0))
+    model, plain = shard_blocks(api, blocks(), world), blocks()
     x = torch.ones(2, DIM)
     torch.testing.assert_close(model[1](x), plain[1](x))
     trains(model, plain, rank, world)
@@ -423,10 +416,7 @@ def a_list_as_root(api, rank, world):
 
 @case(RuntimeError, "must be called on the root", None)
 def reset_below_the_root(api, rank, world):
-    model, plain = blocks(), blocks()
-    for part in model:
-        api.fully_shard(part, mesh=mesh_of(world, 0))
-    api.fully_shard(model, mesh=mesh_of(world, 0))
+    model, plain = shard_blocks(api, blocks(), world), blocks()
     model(torch.ones(2, DIM))
     model[0].reset_iter_state()
     trains(model, plain, rank, world)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyper_parallel as hp
 import hyper_parallel.fsdp as ours
